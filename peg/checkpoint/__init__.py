@@ -1,0 +1,1 @@
+"""What a model directory is: config, tensor manifest, shard reader, GGUF import, packaged models."""

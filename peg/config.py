@@ -1,0 +1,75 @@
+"""Validated values from outside: what the command line hands to the engine and the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peg.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float32", "float16")
+ON_FAILURE = ("exit", "rebuild")
+REBUILD_ADMISSION = ("refuse", "wait")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def _at_least(flag: str, value: float | None, limit: float) -> None:
+    if value is not None and not value >= limit:
+        raise ConfigError(f"{flag} {value}: must be at least {limit}")
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} {value}: must be one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine is to run, and within which limits. None means: decided from the model and the machine.
+
+    `devices` is ("cpu",) or CUDA device indices as text, one per rank.
+    """
+
+    model: str
+    model_dir: Path
+    tensor_parallel_size: int = 1
+    devices: tuple[str, ...] = ("cpu",)
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_queued_reqs: int | None = None
+    block_size: int = 16
+    seed: int = 0
+    enforce_eager: bool = False
+    load_format: str = "auto"
+    step_timeout_s: float = 60.0
+    startup_timeout_s: float = 600.0
+    on_failure: str = "exit"
+    rebuild_admission: str = "refuse"
+    enable_fault_injection: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
+        _one_of("--dtype", self.dtype, DTYPES)
+        _at_least("--max-model-len", self.max_model_len, 1)
+        _at_least("--kv-cache-memory", self.kv_cache_memory_bytes, 1)
+        _at_least("--max-num-seqs", self.max_num_seqs, 1)
+        _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _at_least("--max-num-queued-reqs", self.max_num_queued_reqs, 0)
+        _at_least("--block-size", self.block_size, 1)
+        _at_least("--step-timeout", self.step_timeout_s, 0.01)
+        _one_of("--on-failure", self.on_failure, ON_FAILURE)
+        _one_of("--rebuild-admission", self.rebuild_admission, REBUILD_ADMISSION)
+        _one_of("--load-format", self.load_format, LOAD_FORMATS)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be in (0, 1]")
+        if not self.devices:
+            raise ConfigError("--devices: names no device")
+        if self.devices != ("cpu",) and len(self.devices) != self.tensor_parallel_size:
+            raise ConfigError(
+                f"--devices {','.join(self.devices)} names {len(self.devices)} devices, "
+                f"--tensor-parallel-size is {self.tensor_parallel_size}: they must be equal"
+            )

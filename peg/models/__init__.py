@@ -1,0 +1,1 @@
+"""One file per model family over shared sharded layers."""

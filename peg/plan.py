@@ -1,0 +1,343 @@
+"""The frozen types that cross the line between the loop and the rank threads. Nothing here knows torch.
+
+A value of this module is made on one side and only read on the other, so none of them needs a lock.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+# --- KV groups: which layers cache alike ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Layers that keep every token. `kv_heads` counts the heads on one rank."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of K and V that one token takes on one rank."""
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Layers in which a token sees itself and the `window - 1` tokens before it."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int
+
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of K and V that one token takes on one rank, while it is inside the window."""
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Layers with a state of fixed size per sequence: `state_bytes` for all of them together on one rank."""
+
+    layers: tuple[int, ...]
+    state_bytes: int
+
+
+KVGroup: TypeAlias = Full | SlidingWindow | Recurrent
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCapacity:
+    """One KV group and the size of its pool, block 0 (reserved for padding rows) included."""
+
+    group: KVGroup
+    num_blocks: int
+
+
+# --- what a sequence asks of the sampler ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What decides a sampled token besides the logits and the row's tokens.
+
+    `temperature` 0 is greedy, ties going to the lowest id. `top_k` 0 is off. `logprobs` is the number of top
+    logprobs wanted beside the chosen token's (0: only the chosen one), None for none at all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+
+
+# --- the step ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The tokens of one sequence in one step: positions `start` to `start + count - 1`.
+
+    `token_ids` None is the placeholder: the one input token is what this row's previous step sampled, which only
+    the device knows. `samples` is false for a chunk that is not the last. `targets` is not empty where prompt
+    logprobs are wanted: `targets[i]` is the prompt token at position `start + i + 1`.
+    """
+
+    seq_id: int
+    row: int
+    start: int
+    count: int
+    token_ids: tuple[int, ...] | None
+    samples: bool
+    targets: tuple[int, ...] = ()
+    prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """Entries `index`, `index + 1`, … of one row's block table of one group become `block_ids`."""
+
+    row: int
+    group: int
+    index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A row is taken into use, by a new sequence or by one that was preempted.
+
+    `prompt_ids` and `output_ids` are all its tokens so far; `tables` has one whole block table per group.
+    """
+
+    row: int
+    seq_id: int
+    params: SamplingParams
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, the same object for every rank.
+
+    A rank applies `released_rows`, then `new_rows`, then `table_changes`, then runs the slices. The sampled ids
+    of its ack are in the order of the slices that sample.
+    """
+
+    step: int
+    epoch: int
+    slices: tuple[Slice, ...]
+    released_rows: tuple[int, ...] = ()
+    new_rows: tuple[NewRow, ...] = ()
+    table_changes: tuple[TableChange, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens that this step computes."""
+        return sum(piece.count for piece in self.slices)
+
+    @property
+    def has_decode(self) -> bool:
+        """Whether any slice continues a sequence that has sampled before."""
+        return any(piece.token_ids is None or (piece.samples and piece.count == 1) for piece in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (exact log-softmax, before temperature) at one position.
+
+    `rank` is the chosen token's place among all, from 1; `top` is (id, logprob), best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankAck:
+    """What one rank did in one step, told by itself.
+
+    `digest` is a running hash of what its own cache code wrote (row, tokens stored, block ids), `free_rows` its
+    own count; neither is derived from the plan. Logprobs come from rank 0 alone: one entry a sampling slice
+    (None where none were asked for), and per slice with targets one entry a target.
+    """
+
+    step: int
+    epoch: int
+    rank: int
+    token_ids: tuple[int, ...]
+    digest: int
+    free_rows: int
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step that all ranks finished alike. Fields as in `RankAck`; `prompt_logprobs` has one entry a slice."""
+
+    step: int
+    epoch: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+
+
+# --- start-up ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the ranks know once they are loaded; the loop's only source for it."""
+
+    architecture: str
+    world_size: int
+    devices: tuple[str, ...]
+    communicator: str
+    dtype: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    forbidden_token_ids: tuple[int, ...]
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    groups: tuple[GroupCapacity, ...]
+    parameters: int
+    weight_bytes: int
+    kv_bytes: int
+    load_times_s: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that the smallest pool without a window holds (of the smallest at all, if all have one)."""
+        paged = [cap for cap in self.groups if not isinstance(cap.group, Recurrent)]
+        full = [cap for cap in paged if isinstance(cap.group, Full)] or paged
+        return min((cap.num_blocks - 1) * self.block_size for cap in full)
+
+
+# --- failure ----------------------------------------------------------------------------------------------
+
+
+class EngineState(enum.StrEnum):
+    """The life of an engine: DESIGN's state machine, any state may become BROKEN."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    BROKEN = "broken"
+    REBUILDING = "rebuilding"
+
+
+class CauseKind(enum.StrEnum):
+    """What was found. One word each, used in logs, health and metrics."""
+
+    RANK_RAISED = "rank_raised"
+    RANK_DIVERGED = "rank_diverged"
+    RANK_DIED = "rank_died"
+    COMM_ERROR = "comm_error"
+    STEP_DEADLINE = "step_deadline"
+    PICKUP_DEADLINE = "pickup_deadline"
+    STARTUP_DEADLINE = "startup_deadline"
+    STARTUP_FAILED = "startup_failed"
+    LOOP_FAILED = "loop_failed"
+    SUPERVISOR_FAILED = "supervisor_failed"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why the engine failed, as found at first hand. Plain strings, so that nothing on a device is kept alive."""
+
+    kind: CauseKind
+    message: str
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    traceback: str = ""
+    at_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        where = [f"{name} {value}" for name, value in (("rank", self.rank), ("step", self.step)) if value is not None]
+        place = f" ({', '.join(where)})" if where else ""
+        return f"{self.kind}{place}: {self.message}"
+
+
+FailureCallback: TypeAlias = Callable[[Cause], None]
+"""How a rank tells the supervisor. Any thread; returns at once; never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Where one rank is: written by the rank's thread, read by the supervisor.
+
+    `step` is the step it works on or did last, -1 before the first; `since_s` is when it entered the phase
+    (time.monotonic).
+    """
+
+    rank: int
+    phase: str
+    step: int
+    since_s: float
+
+
+class FaultKind(enum.StrEnum):
+    """What fault injection can do to a rank."""
+
+    RAISE = "raise"
+    STALL = "stall"
+
+
+class FaultPoint(enum.StrEnum):
+    """Where in a step a fault strikes."""
+
+    BEFORE = "before"
+    INSIDE = "inside"
+    AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One injected fault: strikes `rank` in the `after_steps`-th step from now on, at `point` of a collective."""
+
+    kind: FaultKind
+    rank: int
+    after_steps: int
+    point: FaultPoint = FaultPoint.BEFORE
+
+
+# --- how a sequence ends ------------------------------------------------------------------------------------
+
+
+class FinishReason(enum.StrEnum):
+    """The five terminals. Every request gets exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """How one sequence ended. `stop_token_id` is set where a stop token ended it; `message` where it failed."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    stop_token_id: int | None = None
+    message: str | None = None

@@ -1,0 +1,1 @@
+"""Decisions: sequences, blocks and the scheduler. Pure Python, owned by the loop."""

@@ -1,0 +1,1 @@
+"""The HTTP endpoint: the only place that knows aiohttp."""
