@@ -79,6 +79,23 @@ class SamplingParams:
     logprobs: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRequest:
+    """One sequence to run, as `Engine.submit` takes it. A request with n choices is n of these.
+
+    `max_tokens` None means: up to the context. The model's own end-of-sequence ids stop it unless `ignore_eos`.
+    `prompt_logprobs` is the number of top logprobs wanted at every prompt position, None for none.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+
+
 # --- the step ---------------------------------------------------------------------------------------------
 
 
