@@ -1,0 +1,322 @@
+"""The engine: requests in, tokens out. The first file to read.
+
+A request becomes a sequence (`submit`), the scheduler plans steps over all sequences (`_turn`), the ranks run them on
+their own threads, the last rank's ack wakes the loop, the scheduler commits what came back, and tokens go to the
+stream that its request reads. Everything here runs on the loop and nothing of it waits for a device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from peg.config import EngineConfig
+from peg.errors import EngineUnavailable, InvalidRequest, PegError
+from peg.plan import (
+    Cause,
+    CauseKind,
+    EngineInfo,
+    EngineState,
+    Fault,
+    FinishReason,
+    SequenceRequest,
+    StepResult,
+    Terminal,
+    TokenLogprobs,
+)
+from peg.ranks.group import RankGroup
+from peg.sched.scheduler import Scheduler, SchedulerLimits, SchedulerStats, Update
+from peg.supervisor import Deadlines, ProcessEnd, Supervisor
+
+log = structlog.get_logger("peg.engine")
+
+
+class StopMatcher(Protocol):
+    """Decides from the text whether a sequence ends. Called on the loop, once for each committed token."""
+
+    def feed(self, token_id: int) -> bool:
+        """Take one more token; true if it completes a stop string."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens of one stream that arrived since it was last read, with their logprobs where they were asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class TokenStream:
+    """The tokens of one request, read by `async for`; once that ends, `terminal` says how. Owned by the loop."""
+
+    def __init__(self, engine: Engine, request: SequenceRequest) -> None:
+        self.request_id = request.request_id
+        self.prompt_tokens = len(request.prompt_ids)
+        self.published_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.terminal: Terminal | None = None
+        self._engine = engine
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs | None] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens that wait for the reader."""
+        return len(self._token_ids)
+
+    def cancel(self) -> None:
+        """The reader wants no more. The terminal is written at once; a stream that has ended stays as it is."""
+        self._engine.cancel(self.request_id)
+
+    def put(self, update: Update) -> None:
+        """Hand over what one commit brought for this sequence."""
+        assert self.terminal is None, f"{self.request_id}: tokens after the terminal"
+        self._token_ids += update.token_ids
+        self._logprobs += update.logprobs or [None] * len(update.token_ids)
+        self.published_tokens += len(update.token_ids)
+        self.prompt_logprobs += update.prompt_logprobs
+        self.terminal = update.terminal
+        self._notify()
+
+    def fail(self, message: str) -> None:
+        """End with FAILED, without the scheduler's help."""
+        self.terminal = Terminal(
+            reason=FinishReason.FAILED,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.published_tokens,
+            message=message,
+        )
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._token_ids:
+            if self.terminal is not None:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        output = Output(tuple(self._token_ids), tuple(self._logprobs))
+        self._token_ids.clear()
+        self._logprobs.clear()
+        return output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A reading of the engine, for metrics, the status line and health."""
+
+    state: EngineState
+    epoch: int
+    scheduler: SchedulerStats
+    last_commit_age_s: float
+    open_streams: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """What the engine keeps of the requests that have no terminal yet."""
+
+    streams: dict[int, TokenStream] = field(default_factory=dict)
+    seq_ids: dict[str, int] = field(default_factory=dict)
+
+    def add(self, seq_id: int, stream: TokenStream) -> None:
+        self.streams[seq_id] = stream
+        self.seq_ids[stream.request_id] = seq_id
+
+    def remove(self, seq_id: int) -> None:
+        del self.seq_ids[self.streams.pop(seq_id).request_id]
+
+
+class Engine:
+    """One model over one group of ranks, for the life of a process. Owned by the loop."""
+
+    def __init__(
+        self, config: EngineConfig, deadlines: Deadlines | None = None, end: ProcessEnd | None = None
+    ) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._open = _Open()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._turn_due = False
+        limits = deadlines or Deadlines(step_cap_s=config.step_timeout_s, start_s=config.startup_timeout_s)
+        self._supervisor = Supervisor(
+            limits,
+            end or ProcessEnd(),
+            on_broken=lambda cause: self._from_thread(self._answer_everyone, str(cause)),
+            on_ended=lambda code: self._from_thread(self._set_ended, code),
+        )
+        self._group = RankGroup(
+            config,
+            on_result=lambda result: self._from_thread(self._turn, result),
+            on_failure=self._supervisor.fail,
+            may_publish=self._supervisor.may_publish,
+        )
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the threads, load the model, become READY.
+
+        Raises UsageError where the checkpoint or the configuration is at fault, EngineUnavailable where a rank failed.
+        """
+        self._supervisor.start(self._group)
+        try:
+            self._info = await asyncio.to_thread(self._group.start, self._supervisor.deadlines.start_s)
+        except PegError:
+            if self.cause is not None:
+                raise EngineUnavailable(str(self.cause)) from None
+            await self.close()
+            raise
+        self._scheduler = Scheduler(SchedulerLimits.of(self._info, self._config.max_num_queued_reqs))
+        if not self._supervisor.ready():
+            raise EngineUnavailable(str(self.cause))
+
+    async def drain(self, deadline_s: float) -> None:
+        """Admit nothing more, let what is open finish; at the deadline the rest gets FAILED."""
+        if not self._supervisor.drain():
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), deadline_s)
+        self._publish(self._scheduler.fail_all(f"the server shut down {deadline_s:g} s after it was asked to"))
+
+    async def close(self, deadline_s: float = 5.0) -> None:
+        """Join every thread. What is still open gets FAILED; a second call does nothing."""
+        self._answer_everyone("the engine was closed")
+        await asyncio.to_thread(self._group.close, deadline_s)
+        await asyncio.to_thread(self._supervisor.release, deadline_s)
+        self._set_ended(0 if self.cause is None else 70)
+
+    async def ended(self) -> int:
+        """The exit code, once the engine has stopped (0) or failed and wound up (70)."""
+        return await asyncio.shield(self._ended)
+
+    # --- what is true -----------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the ranks told once loaded. Only after `start`."""
+        return self._info
+
+    @property
+    def state(self) -> EngineState:
+        return self._supervisor.state
+
+    @property
+    def cause(self) -> Cause | None:
+        return self._supervisor.cause
+
+    @property
+    def epoch(self) -> int:
+        return self._supervisor.epoch
+
+    def stats(self) -> EngineStats:
+        """A reading of now; costs nothing that grows with the load. Only after `start`."""
+        return EngineStats(
+            state=self.state,
+            epoch=self.epoch,
+            scheduler=self._scheduler.stats(),
+            last_commit_age_s=self._loop.time() - self._supervisor.clock.last_commit_s,
+            open_streams=len(self._open.streams),
+        )
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    def submit(self, request: SequenceRequest, matcher: StopMatcher | None = None) -> TokenStream:
+        """Admit a request, or refuse it: InvalidRequest, QueueFull, EngineUnavailable."""
+        if self.state is not EngineState.READY:
+            raise EngineUnavailable(f"the engine is {self.state}" + (f": {self.cause}" if self.cause else ""))
+        if request.request_id in self._open.seq_ids:
+            raise InvalidRequest(f"request_id {request.request_id!r} is already running", "request_id")
+        seq_id = self._scheduler.admit(request, None if matcher is None else matcher.feed)
+        stream = TokenStream(self, request)
+        self._open.add(seq_id, stream)
+        self._idle.clear()
+        self._turn_soon()
+        return stream
+
+    def cancel(self, request_id: str) -> bool:
+        """End a live request with CANCELLED; false where there is none of that id."""
+        seq_id = self._open.seq_ids.get(request_id)
+        if seq_id is None:
+            return False
+        update = self._scheduler.cancel(seq_id)
+        if update is not None:
+            self._publish([update])
+            self._turn_soon()
+        return True
+
+    def inject(self, fault: Fault) -> None:
+        """Arm a fault on a rank; refused unless the engine was started with fault injection."""
+        self._group.inject(fault)
+
+    # --- the step loop ----------------------------------------------------------------------------------
+
+    def _turn_soon(self) -> None:
+        """One turn for everything that is submitted in this pass of the loop."""
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self, result: StepResult | None = None) -> None:
+        """One turn of the step loop: commit what came back, launch what can run, then publish."""
+        if result is None:
+            self._turn_due = False
+        if not self._supervisor.may_publish(self.epoch if result is None else result.epoch):
+            return
+        try:
+            updates = [] if result is None else self._commit(result)
+            while (plan := self._scheduler.plan()) is not None:
+                self._supervisor.clock.issued(plan)
+                self._group.run(plan)
+            self._publish(updates)
+        except Exception as error:  # a bug of the loop's own must break the engine, not stop it silently
+            self._supervisor.fail(
+                Cause(kind=CauseKind.LOOP_FAILED, message=repr(error), traceback=traceback.format_exc())
+            )
+
+    def _commit(self, result: StepResult) -> list[Update]:
+        self._supervisor.clock.committed(result.step)
+        return self._scheduler.commit(result)
+
+    def _publish(self, updates: list[Update]) -> None:
+        """Hand each sequence's tokens and terminal to its stream."""
+        for update in updates:
+            self._open.streams[update.seq_id].put(update)
+            if update.terminal is not None:
+                self._open.remove(update.seq_id)
+        if not self._open.streams:
+            self._idle.set()
+
+    # --- failing closed ---------------------------------------------------------------------------------
+
+    def _answer_everyone(self, message: str) -> None:
+        """Give every open request its FAILED terminal; the scheduler is not asked, it may be what failed."""
+        for seq_id, stream in list(self._open.streams.items()):
+            stream.fail(message)
+            self._open.remove(seq_id)
+        self._idle.set()
+        self._supervisor.answered()
+
+    def _set_ended(self, code: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    def _from_thread(self, callback: object, *args: object) -> None:
+        """Crossing 2: run something on the loop. A loop that has closed waits for nothing any more."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
