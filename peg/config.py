@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peg.errors import ConfigError
@@ -11,6 +11,7 @@ DTYPES = ("auto", "bfloat16", "float32", "float16")
 ON_FAILURE = ("exit", "rebuild")
 REBUILD_ADMISSION = ("refuse", "wait")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+GENERATION_CONFIG = ("auto", "none")
 
 
 def _at_least(flag: str, value: float | None, limit: float) -> None:
@@ -73,3 +74,38 @@ class EngineConfig:
                 f"--devices {','.join(self.devices)} names {len(self.devices)} devices, "
                 f"--tensor-parallel-size is {self.tensor_parallel_size}: they must be equal"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP server is told. Keys are left out of the repr, so that no log line can hold one.
+
+    `served_model_names` empty means: the model's name as typed. `generation_config` "none" leaves the checkpoint's
+    sampling defaults out. A reader that takes nothing for `reader_stall_s` is cancelled.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    shutdown_timeout_s: float = 30.0
+    generation_config: str = "auto"
+    max_logprobs: int = 20
+    max_choices: int = 1024
+    max_body_bytes: int = 64 << 20
+    reader_stall_s: float = 60.0
+    status_interval_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}: must be in 0..65535")
+        if any(not name for name in self.served_model_names):
+            raise ConfigError("--served-model-name: a name is empty")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("--api-key: a key is empty")
+        if self.admin_key == "":
+            raise ConfigError("--admin-key: the key is empty")
+        _at_least("--shutdown-timeout", self.shutdown_timeout_s, 0)
+        _one_of("--generation-config", self.generation_config, GENERATION_CONFIG)
+        _at_least("--max-logprobs", self.max_logprobs, 0)
