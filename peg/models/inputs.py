@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -49,9 +50,17 @@ class StepInputs:
         return max(self.context_lens_host)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """One layer's pool: k and v, model dtype [N, B, G, D]. Layers that share KV are handed the same object."""
+class LayerCache(Protocol):
+    """One layer's pool: k and v, model dtype [N, B, G, D]. Layers that share KV are handed the same object.
 
-    k: Tensor
-    v: Tensor
+    `write` is the only way K and V get in: it stores k and v [T, G, D] at `slots` int64 [T], the step's
+    `GroupInputs.slots` themselves, and then counts what it stored in the rank's digest. k and v are only read.
+    """
+
+    @property
+    def k(self) -> Tensor: ...
+
+    @property
+    def v(self) -> Tensor: ...
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
