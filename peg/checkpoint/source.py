@@ -1,4 +1,4 @@
-"""Where a rank's weights come from, as a model asks for them: whole tensors, parts, and its own shard of a dimension."""
+"""Where a rank's weights come from, as a model asks for them: whole tensors, parts, its own shard of a dimension."""
 
 from __future__ import annotations
 
