@@ -148,7 +148,8 @@ class StepPlan:
     """One step, the same object for every rank.
 
     A rank applies `released_rows`, then `new_rows`, then `table_changes`, then runs the slices. The sampled ids
-    of its ack are in the order of the slices that sample.
+    of its ack are in the order of the slices that sample. `failures_seen` counts the failed steps (`StepFailed`) that
+    the planner knew of: a rank that has had more answers with `Skipped`.
     """
 
     step: int
@@ -157,6 +158,7 @@ class StepPlan:
     released_rows: tuple[int, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
     table_changes: tuple[TableChange, ...] = ()
+    failures_seen: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -210,6 +212,67 @@ class StepResult:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step that failed at the cost of its own sequences: world size 1, prefill slices only.
+
+    The plan's rows and tables were applied; what its slices stored is worth nothing.
+    """
+
+    step: int
+    epoch: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A step planned before the failure of the one ahead of it was known. Nothing of its plan was applied."""
+
+    step: int
+    epoch: int
+
+
+StepOutcome: TypeAlias = StepResult | StepFailed | Skipped
+"""What comes back for a plan, once each, in the order of the plans."""
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Make the communicator of this epoch; the caches and rows begin empty."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Read this rank's shard of the weights and build the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCache:
+    """Allocate the KV pools and the rows."""
+
+    groups: tuple[GroupCapacity, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Run the model once on padding tokens, so that whatever is made on first use is made before READY."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Close the communicator and end the thread."""
+
+
+RankCommand: TypeAlias = Connect | LoadWeights | MakeCache | WarmUp | StepPlan | Shutdown
+"""What a rank's queue holds. The same object goes to every rank."""
 
 
 # --- start-up ---------------------------------------------------------------------------------------------
