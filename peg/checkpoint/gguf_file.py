@@ -16,7 +16,7 @@ from torch import Tensor
 from peg.checkpoint.fields import Fields
 from peg.errors import CheckpointError
 
-_NAMES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+_NAMES: tuple[str, ...] = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 _NAMES += ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 _TYPES = frozenset(GGMLQuantizationType[name] for name in _NAMES)
 _CHUNK_ELEMENTS = 4 << 20
