@@ -84,7 +84,8 @@ class SequenceRequest:
     """One sequence to run, as `Engine.submit` takes it. A request with n choices is n of these.
 
     `max_tokens` None means: up to the context. The model's own end-of-sequence ids stop it unless `ignore_eos`.
-    `prompt_logprobs` is the number of top logprobs wanted at every prompt position, None for none.
+    `prompt_logprobs` is the number of top logprobs wanted at every prompt position, None for none. A `host_paced`
+    sequence needs its last token on the host before its next step: it is planned only once that is committed.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class SequenceRequest:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
+    host_paced: bool = False
 
 
 # --- the step ---------------------------------------------------------------------------------------------

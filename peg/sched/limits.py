@@ -1,0 +1,74 @@
+"""What the scheduler may use, and which requests fit into that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peg.errors import InvalidRequest
+from peg.plan import EngineInfo, GroupCapacity, SequenceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """The numbers that the scheduler keeps to, for one epoch.
+
+    `max_num_seqs` is the number of rows. `max_num_queued_reqs` is how many may wait beyond those that a free row
+    is there for, None for any number.
+    """
+
+    block_size: int
+    groups: tuple[GroupCapacity, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = field(default=frozenset())
+    forbidden_token_ids: frozenset[int] = field(default=frozenset())
+    max_num_queued_reqs: int | None = None
+    epoch: int = 0
+    max_in_flight: int = 2
+
+    @classmethod
+    def of(cls, info: EngineInfo, max_num_queued_reqs: int | None, epoch: int = 0) -> SchedulerLimits:
+        """The limits of a loaded engine."""
+        return cls(
+            block_size=info.block_size,
+            groups=info.groups,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=frozenset(info.eos_token_ids),
+            forbidden_token_ids=frozenset(info.forbidden_token_ids),
+            max_num_queued_reqs=max_num_queued_reqs,
+            epoch=epoch,
+        )
+
+    def max_tokens(self, request: SequenceRequest) -> int:
+        """How many tokens the request may sample at most. Raises InvalidRequest where it is over the context."""
+        prompt = len(request.prompt_ids)
+        wanted = request.max_tokens
+        if prompt == 0:
+            raise InvalidRequest("the prompt is empty: at least one token is needed", "prompt")
+        if wanted is not None and wanted < 0:
+            raise InvalidRequest(f"max_tokens {wanted}: must be at least 0", "max_tokens")
+        if prompt + (1 if wanted is None else wanted) > self.max_model_len:
+            asked = "" if wanted is None else f" and max_tokens {wanted}, together {prompt + wanted}"
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens{asked}: the context is {self.max_model_len} tokens"
+                + (" and one must be left to sample" if wanted is None else ""),
+                "prompt" if wanted is None or prompt >= self.max_model_len else "max_tokens",
+            )
+        return self.max_model_len - prompt if wanted is None else wanted
+
+    def check_ids(self, request: SequenceRequest) -> None:
+        """Raises InvalidRequest for an id that the model has not, or that a prompt may not hold."""
+        for name, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.stop_token_ids)):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+                raise InvalidRequest(f"{name}: token id {bad} is not in 0 to {self.vocab_size - 1}", name)
+        if not self.forbidden_token_ids.isdisjoint(request.prompt_ids):
+            place, bad = next(
+                (place, token) for place, token in enumerate(request.prompt_ids) if token in self.forbidden_token_ids
+            )
+            raise InvalidRequest(f"prompt: token id {bad} at position {place} may not be in a prompt", "prompt")
