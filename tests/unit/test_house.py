@@ -22,7 +22,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "peg": (),
     "peg.__main__": ("peg",),
     "peg.cli": ("peg",),
-    "peg.terminal": ("peg.errors",),
+    "peg.terminal": (),
     "peg.server": ("peg.engine", "peg.text", "peg.plan", "peg.config", "peg.errors"),
     "peg.text": ("peg.errors",),
     "peg.engine": ("peg.supervisor", "peg.sched", "peg.ranks.group", "peg.plan", "peg.config", "peg.errors"),
@@ -182,9 +182,6 @@ def modules_hold_no_state(source: Source) -> Iterator[str]:
                 read_only = last_name(note) in READ_ONLY
             case ast.Assign(value=value):
                 read_only = False
-            case ast.AugAssign() | ast.Delete():
-                yield f"{node.lineno}: module state changes"
-                continue
             case ast.FunctionDef(decorator_list=marks) if {last_name(m) for m in marks} & {"cache", "lru_cache"}:
                 yield f"{node.lineno}: {node.name}'s cache is shared by all ranks"
                 continue
@@ -256,7 +253,6 @@ PEG_RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a file that br
     (modules_hold_no_state, "peg/engine.py", "CACHE: dict[str, int] = {'a': 1}"),
     (modules_hold_no_state, "peg/engine.py", "if True:\n    _lock = threading.Lock()"),
     (modules_hold_no_state, "peg/engine.py", "@functools.lru_cache(maxsize=1)\ndef f():\n    return 1"),
-    (modules_hold_no_state, "peg/engine.py", "A = ()\nA += (1,)"),
     (no_global_statement, "peg/engine.py", "def f():\n    global A\n    A = 1"),
     (broad_excepts_have_their_places, "peg/text/stop.py", "try:\n    f()\nexcept (OSError, Exception):\n    pass"),
     (broad_excepts_have_their_places, "peg/text/stop.py", "try:\n    f()\nexcept:\n    pass"),
