@@ -26,7 +26,9 @@ from peg.plan import (
     Fault,
     FinishReason,
     SequenceRequest,
-    StepResult,
+    Skipped,
+    StepFailed,
+    StepOutcome,
     Terminal,
     TokenLogprobs,
 )
@@ -162,7 +164,7 @@ class Engine:
         )
         self._group = RankGroup(
             config,
-            on_result=lambda result: self._from_thread(self._turn, result),
+            on_result=lambda outcome: self._from_thread(self._turn, outcome),
             on_failure=self._supervisor.fail,
             may_publish=self._supervisor.may_publish,
         )
@@ -272,14 +274,14 @@ class Engine:
             self._turn_due = True
             self._loop.call_soon(self._turn)
 
-    def _turn(self, result: StepResult | None = None) -> None:
-        """One turn of the step loop: commit what came back, launch what can run, then publish."""
-        if result is None:
+    def _turn(self, outcome: StepOutcome | None = None) -> None:
+        """One turn of the step loop: take in what came back, launch what can run, then publish."""
+        if outcome is None:
             self._turn_due = False
-        if not self._supervisor.may_publish(self.epoch if result is None else result.epoch):
+        if not self._supervisor.may_publish(self.epoch if outcome is None else outcome.epoch):
             return
         try:
-            updates = [] if result is None else self._commit(result)
+            updates = [] if outcome is None else self._take_in(outcome)
             while (plan := self._scheduler.plan()) is not None:
                 self._supervisor.clock.issued(plan)
                 self._group.run(plan)
@@ -289,9 +291,16 @@ class Engine:
                 Cause(kind=CauseKind.LOOP_FAILED, message=repr(error), traceback=traceback.format_exc())
             )
 
-    def _commit(self, result: StepResult) -> list[Update]:
-        self._supervisor.clock.committed(result.step)
-        return self._scheduler.commit(result)
+    def _take_in(self, outcome: StepOutcome) -> list[Update]:
+        self._supervisor.clock.committed(outcome.step)
+        match outcome:
+            case StepFailed():
+                log.warning("step failed, the engine goes on", step=outcome.step, cause=outcome.message)
+                return self._scheduler.fail_step(outcome.step, outcome.message)
+            case Skipped():
+                return []  # taken back when the step ahead of it failed
+            case _:
+                return self._scheduler.commit(outcome)
 
     def _publish(self, updates: list[Update]) -> None:
         """Hand each sequence's tokens and terminal to its stream."""
