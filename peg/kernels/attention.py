@@ -1,0 +1,151 @@
+"""Causal attention of a batch of slices over a paged cache.
+
+A slice is some consecutive tokens of one sequence whose K and V are already in the cache, its own among them. With a
+window, the query at position i sees the keys at i − window + 1 to i; without, those at 0 to i. What lies outside is
+not read, or is replaced by zeros, so that no number there (NaN included) can reach a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peg.kernels.device import require_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class SliceLayout:
+    """Where a step's slices lie.
+
+    query_starts int32 [S + 1]: slice s is tokens query_starts[s] to query_starts[s + 1] - 1. context_lens int32 [S]:
+    its sequence's tokens in the cache. The same on the host: query_lens and context_lens_host.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    query_lens: tuple[int, ...]
+    context_lens_host: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of the dense kernel: slices of equal length over keys gathered from `blocks`, int64 [slices · width].
+
+    Of each slice's gathered keys, `keys` tokens from `first` on are used. `unseen`, int64, are those among all
+    gathered that must not be looked at; `mask` [slices, 1, queries, keys] is 0 or −inf.
+    """
+
+    start: int
+    slices: int
+    queries: int
+    blocks: Tensor
+    first: int
+    keys: int
+    causal: bool = False
+    unseen: Tensor | None = None
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What all layers of one KV group share in one step; made by `plan_attention`."""
+
+    layout: SliceLayout
+    tables: Tensor
+    window: int | None
+    calls: tuple[_Call, ...]
+
+
+def plan_attention(layout: SliceLayout, tables: Tensor, k_cache: Tensor, window: int | None = None) -> AttentionPlan:
+    """Prepare a step's attention for one KV group.
+
+    tables int32 [S, W]: entry i of a row is the block of positions i · B to i · B + B − 1. k_cache [N, B, G, D] is
+    any of the group's: it gives block size and dtype. `window` counts the query itself.
+    """
+    require_cpu("attention", k_cache)
+    calls: list[_Call] = []
+    start = index = 0
+    for single, run in groupby(layout.query_lens, key=lambda queries: queries == 1):
+        for group in [list(run)] if single else [[queries] for queries in run]:
+            stop = index + len(group)
+            contexts = layout.context_lens_host[index:stop]
+            if len(group) == 1:
+                calls.append(_plan_slice(start, group[0], contexts[0], tables[index], k_cache, window))
+            else:
+                calls.append(_plan_decodes(start, contexts, tables[index:stop], k_cache, window))
+            start, index = start + sum(group), stop
+    return AttentionPlan(layout, tables, window, tuple(calls))
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ) v for every token; softmax and sums in fp32.
+
+    q [T, H, D]; caches [N, B, G, D]; query heads h · H/G to (h + 1) · H/G − 1 use KV head h. Returns [T, H, D].
+    """
+    require_cpu("paged_attention", q)
+    outputs = [_attend(q, k_cache, v_cache, call, scale) for call in plan.calls]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _plan_slice(start: int, queries: int, context: int, table: Tensor, k_cache: Tensor, window: int | None) -> _Call:
+    block = k_cache.shape[1]
+    oldest = max(0, context - queries - window + 1) if window else 0
+    first = oldest // block
+    blocks = table[first : -(-context // block)].long()
+    keys = context - oldest
+    causal = queries == keys and not (window and keys > window)
+    mask = None
+    if queries > 1 and not causal:
+        age = torch.arange(context - queries, context)[:, None] - torch.arange(oldest, context)
+        mask = _minus_inf(age < 0 if window is None else (age < 0) | (age >= window), k_cache.dtype)[None, None]
+    return _Call(start, 1, queries, blocks, oldest - first * block, keys, causal and queries > 1, mask=mask)
+
+
+def _plan_decodes(start: int, contexts: tuple[int, ...], tables: Tensor, k_cache: Tensor, window: int | None) -> _Call:
+    block = k_cache.shape[1]
+    stop = torch.tensor(contexts)[:, None]
+    oldest = (stop - window).clamp_(min=0) if window else torch.zeros_like(stop)
+    first, last = oldest // block, (stop - 1) // block
+    width = int((last - first).max()) + 1
+    # A slice with fewer blocks repeats its last one, so that every entry names a block of its own.
+    columns = (first + torch.arange(width)).minimum(last)
+    position = first * block + torch.arange(width * block)
+    outside = (position < oldest) | (position >= stop)
+    skipped = int((oldest - first * block).min())
+    keys = int((stop - first * block).max()) - skipped
+    call = _Call(start, len(contexts), 1, tables.gather(1, columns).flatten().long(), skipped, keys)
+    hidden = outside[:, skipped : skipped + keys]
+    if not hidden.any():
+        return call
+    return replace(
+        call, unseen=outside.flatten().nonzero().flatten(), mask=_minus_inf(hidden, k_cache.dtype)[:, None, None]
+    )
+
+
+def _minus_inf(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _Call, scale: float) -> Tensor:
+    heads, dim = q.shape[1:]
+    k, v = _gather(k_cache, call), _gather(v_cache, call)  # [slices, G, keys, D]
+    queries = q[call.start : call.start + call.slices * call.queries]
+    if call.queries == 1:  # the query heads of one KV head share its keys like queries of one sequence
+        grouped = queries.view(call.slices, k.shape[1], -1, dim)
+        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=call.mask, scale=scale)
+        return out.reshape(call.slices, heads, dim)
+    out = functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None], k, v, attn_mask=call.mask, is_causal=call.causal, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def _gather(cache: Tensor, call: _Call) -> Tensor:
+    rows = cache.index_select(0, call.blocks).view(-1, *cache.shape[2:])
+    if call.unseen is not None:
+        rows.index_fill_(0, call.unseen, 0)
+    return rows.view(call.slices, -1, *cache.shape[2:]).narrow(1, call.first, call.keys).transpose(1, 2)

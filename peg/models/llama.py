@@ -1,0 +1,192 @@
+"""Llama (Touvron et al. 2023) and all of its shape, such as SmolLM2. Matches transformers' LlamaForCausalLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from peg.checkpoint.fields import Fields
+from peg.checkpoint.manifest import Manifest, TensorSpec
+from peg.checkpoint.rope import RopeParameters, read_rope
+from peg.checkpoint.source import TensorSource, shard_size
+from peg.kernels.activation import silu_and_mul
+from peg.kernels.attention import AttentionPlan, paged_attention
+from peg.kernels.embedding import embed
+from peg.kernels.linear import Linear
+from peg.kernels.norm import add_rms_norm_, rms_norm
+from peg.kernels.rope import apply_rope, rope_angles
+from peg.models.comm import Communicator
+from peg.models.heads import HeadShare, share_heads
+from peg.models.inputs import LayerCache, StepInputs
+from peg.models.layers import Head, Mlp, load_o, load_qkv, plan_group, rope_frequencies
+from peg.plan import Full, KVGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """What config.json says, by peg's names."""
+
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    tied: bool
+    rope: RopeParameters
+    forbidden_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights. `next_norm` stands in front of the next layer, or at the end of the model."""
+
+    qkv: Linear
+    o: Linear
+    mlp_norm: Tensor
+    mlp: Mlp
+    next_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """One rank's shard of a Llama model."""
+
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float32", "float16")
+
+    config: LlamaConfig
+    heads: HeadShare
+    embedding: Tensor
+    first_id: int
+    first_norm: Tensor
+    layers: tuple[_Layer, ...]
+    head: Head
+    frequencies: Tensor
+
+    @staticmethod
+    def parse(config: Mapping[str, object]) -> LlamaConfig:
+        """See `Family`."""
+        fields = Fields(config)
+        fields.expect("hidden_act", "silu")
+        fields.expect("attention_bias", False)
+        fields.expect("mlp_bias", False)
+        fields.expect("rope_interleaved", False)
+        fields.expect("quantization_config")
+        hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+        kv_heads = fields.integer("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise fields.error("num_key_value_heads", f"{heads} query heads must divide by it")
+        head_dim = fields.optional_integer("head_dim")
+        if head_dim is None and hidden % heads:
+            raise fields.error("num_attention_heads", f"without head_dim, hidden_size {hidden} must divide by it")
+        return LlamaConfig(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden,
+            mlp_size=fields.integer("intermediate_size"),
+            num_layers=fields.integer("num_hidden_layers"),
+            query_heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim or hidden // heads,
+            norm_eps=fields.number("rms_norm_eps"),
+            max_positions=fields.integer("max_position_embeddings"),
+            tied=fields.boolean("tie_word_embeddings", default=False),
+            rope=read_rope(fields),
+        )
+
+    @staticmethod
+    def manifest(config: LlamaConfig) -> Manifest:
+        """See `Family`."""
+        M, D, mlp = config.hidden_size, config.head_dim, config.mlp_size
+        in_layer = {
+            "input_layernorm": (M,),
+            "self_attn.q_proj": (config.query_heads * D, M),
+            "self_attn.k_proj": (config.kv_heads * D, M),
+            "self_attn.v_proj": (config.kv_heads * D, M),
+            "self_attn.o_proj": (M, config.query_heads * D),
+            "post_attention_layernorm": (M,),
+            "mlp.gate_proj": (mlp, M),
+            "mlp.up_proj": (mlp, M),
+            "mlp.down_proj": (M, mlp),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config.vocab_size, M), "model.norm": (M,)}
+        if not config.tied:
+            shapes["lm_head"] = (config.vocab_size, M)
+        for layer in range(config.num_layers):
+            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in in_layer.items()}
+        return Manifest(tuple(TensorSpec(f"{name}.weight", shape) for name, shape in shapes.items()))
+
+    @staticmethod
+    def kv_groups(config: LlamaConfig, world_size: int) -> tuple[KVGroup, ...]:
+        """See `Family`."""
+        share = share_heads(config.query_heads, config.kv_heads, world_size)
+        return (Full(tuple(range(config.num_layers)), share.kv_heads, config.head_dim),)
+
+    @classmethod
+    def load(cls, config: LlamaConfig, source: TensorSource) -> Self:
+        """See `Family`."""
+        heads = share_heads(config.query_heads, config.kv_heads, source.world_size, source.rank)
+        embedding = source.shard("model.embed_tokens.weight", 0)
+        vocab = config.vocab_size
+        return cls(
+            config=config,
+            heads=heads,
+            embedding=embedding,
+            first_id=source.rank * shard_size(vocab, source.world_size),
+            first_norm=source.whole("model.layers.0.input_layernorm.weight"),
+            layers=tuple(_load_layer(config, source, heads, layer) for layer in range(config.num_layers)),
+            head=Head.tied(source, embedding, vocab) if config.tied else Head.load(source, "lm_head.weight", vocab),
+            frequencies=rope_frequencies(config.rope, config.head_dim).to(source.device),
+        )
+
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache], comm: Communicator) -> Tensor:
+        """See `Model`."""
+        eps, slots = self.config.norm_eps, inputs.groups[0].slots
+        residual = embed(inputs.token_ids, self.embedding, self.first_id)
+        comm.all_reduce_(residual)
+        cos, sin = rope_angles(inputs.positions, self.frequencies, residual.dtype)
+        plan = plan_group(inputs, 0, caches[0])
+        hidden = rms_norm(residual, self.first_norm, eps)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            q, k, v = self._project(layer, hidden, cos, sin)
+            cache.write(k, v, slots)
+            hidden = self._attend(layer, q, cache, plan)
+            comm.all_reduce_(hidden)
+            hidden = add_rms_norm_(hidden, residual, layer.mlp_norm, eps)
+            hidden = layer.mlp.down(silu_and_mul(layer.mlp.gate_up(hidden)))
+            comm.all_reduce_(hidden)
+            hidden = add_rms_norm_(hidden, residual, layer.next_norm, eps)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Model`."""
+        return self.head.logits(hidden)
+
+    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, G, D] of hidden [T, M]; q and k are turned."""  # noqa: D403
+        H, G = self.heads.query_heads, self.heads.kv_heads
+        qkv = layer.qkv(hidden).view(-1, H + 2 * G, self.config.head_dim)
+        turned = apply_rope(qkv[:, : H + G], cos, sin)
+        return turned[:, :H], turned[:, H:], qkv[:, H + G :]
+
+    def _attend(self, layer: _Layer, q: Tensor, cache: LayerCache, plan: AttentionPlan) -> Tensor:
+        """This rank's part of the attention's output [T, M]."""
+        out = paged_attention(q, cache.k, cache.v, plan, self.config.head_dim**-0.5)
+        return layer.o(out.flatten(1))
+
+
+def _load_layer(config: LlamaConfig, source: TensorSource, heads: HeadShare, layer: int) -> _Layer:
+    name = f"model.layers.{layer}"
+    last = layer == config.num_layers - 1
+    return _Layer(
+        qkv=load_qkv(source, f"{name}.self_attn", heads, config.head_dim),
+        o=load_o(source, f"{name}.self_attn", heads, config.head_dim),
+        mlp_norm=source.whole(f"{name}.post_attention_layernorm.weight"),
+        mlp=Mlp.load(source, f"{name}.mlp"),
+        next_norm=source.whole("model.norm.weight" if last else f"model.layers.{layer + 1}.input_layernorm.weight"),
+    )
