@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,17 +14,27 @@ def shard_size(size: int, world_size: int) -> int:
     return -(-size // world_size)
 
 
-class TensorSource(ABC):
-    """One rank's view of the weights. Every call returns a new contiguous tensor in `dtype` on `device`.
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rank of how many the weights are for, in which dtype and on which device."""
 
-    Owned by the rank's thread. `bytes_read` counts what was taken from the files.
+    rank: int
+    world_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class TensorSource(ABC):
+    """One rank's view of the weights. Every call returns a new contiguous tensor on `device`, in `dtype` by default.
+
+    Owned by the rank's thread. `bytes_read` counts what was taken from files; another thread may look at it.
     """
 
-    def __init__(self, rank: int, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.dtype = dtype
-        self.device = device
+    def __init__(self, placement: Placement) -> None:
+        self.rank = placement.rank
+        self.world_size = placement.world_size
+        self.dtype = placement.dtype
+        self.device = placement.device
         self.bytes_read = 0
 
     @abstractmethod
@@ -36,7 +47,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def _read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Entries `start` to `stop - 1` along `dim`; 0 ≤ start < stop ≤ size."""
+        """Entries `start` to `stop - 1` along `dim`, in any dtype and place; may be a view of a file."""
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor, as every rank holds it."""
@@ -46,18 +57,22 @@ class TensorSource(ABC):
         """Entries `start` to `stop - 1` along `dim`, which must lie inside the tensor: heads, experts, halves."""
         size = self.shape(name)[dim]
         assert 0 <= start < stop <= size, f"{name}: [{start}, {stop}) of {size} along dimension {dim}"
-        return self._read(name, dim, start, stop).to(self.device, dtype or self.dtype).contiguous()
+        out = self._zeros(name, dim, stop - start, dtype)
+        out.copy_(self._read(name, dim, start, stop))
+        return out
 
     def shard(self, name: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's share of `dim`, padded with zeros to the next multiple of the world size."""
-        shape = list(self.shape(name))
-        size, share = shape[dim], shard_size(shape[dim], self.world_size)
+        size = self.shape(name)[dim]
+        share = shard_size(size, self.world_size)
         start = min(self.rank * share, size)
         stop = min(start + share, size)
-        if stop - start == share:
-            return self.part(name, dim, start, stop, dtype)
-        shape[dim] = share
-        padded = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+        out = self._zeros(name, dim, share, dtype)
         if start < stop:
-            padded.narrow(dim, 0, stop - start).copy_(self.part(name, dim, start, stop, dtype))
-        return padded
+            out.narrow(dim, 0, stop - start).copy_(self._read(name, dim, start, stop))
+        return out
+
+    def _zeros(self, name: str, dim: int, size: int, dtype: torch.dtype | None) -> Tensor:
+        shape = list(self.shape(name))
+        shape[dim] = size
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
