@@ -25,6 +25,7 @@ def import_gguf(source: Path, target: Path, progress: Progress) -> None:
     """
     if target.exists():
         raise CheckpointError(f"{target}: already exists")
+    progress.notice(f"importing {source.name} into {target}")
     file = GgufFile(source)
     family = family_of(file)
     names = tensor_names(file, family)
