@@ -6,9 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from peg.plan import StepPlan
-from peg.sched.memory import Blocks, KVMemory
+from peg.sched.memory import KVMemory
 from peg.sched.rows import RowPool
-from peg.sched.sequence import NO_ROW, Sequence
+from peg.sched.sequence import NO_ROW, NO_STEP, Sequence
+from peg.sched.tables import Blocks
 
 
 @dataclass(slots=True)
@@ -29,8 +30,8 @@ class Flight:
     """
 
     def __init__(self, memory: KVMemory, rows: RowPool) -> None:
-        self._memory = memory
-        self._rows = rows
+        self.memory = memory
+        self.rows = rows
         self._out: deque[Issued] = deque()
 
     def __len__(self) -> int:
@@ -43,38 +44,61 @@ class Flight:
     def issue(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         self._out.append(Issued(plan, sequences))
 
-    def give_up(self, sequence: Sequence, blocks: Blocks, row: int = NO_ROW) -> None:
-        """The sequence needs these no more: they go back with the last step that names it, at once if none is out."""
+    def give_up_passed(self, sequence: Sequence) -> None:
+        """The sequence gives up what lies behind its windows, as its committed frontier has it."""
+        passed = self.memory.take_passed(sequence.tables, sequence.committed)
+        if passed:
+            self._give_up(sequence.last_step, passed, NO_ROW)
+
+    def give_up_all(self, sequence: Sequence) -> None:
+        """The sequence gives up its blocks and its row; `row` still says which it was."""
+        self._give_up(sequence.last_step, sequence.tables.take_all(), sequence.row)
+
+    def _give_up(self, last_step: int, blocks: Blocks, row: int) -> None:
         for issued in self._out:
-            if issued.plan.step == sequence.last_step:
+            if issued.plan.step == last_step:
                 issued.blocks += blocks
                 if row != NO_ROW:
                     issued.rows.append(row)
                 return
-        self._memory.give(blocks)
+        self.memory.give(blocks)
         if row != NO_ROW:
-            self._rows.give(row)
+            self.rows.give(row)
 
     def land(self, step: int) -> Issued:
-        """The oldest step is done: what it was the last to hold goes back."""
+        """The oldest step is back: what it was the last to hold returns."""
         issued = self._out.popleft()
         assert issued.plan.step == step, f"step {step} came back, step {issued.plan.step} is the oldest that is out"
-        self._memory.give(issued.blocks)
-        for row in issued.rows:
-            self._rows.give(row)
+        self._return(issued, unsent_rows=frozenset())
         return issued
 
-    def recall(self) -> Issued | None:
-        """Take back the oldest step that is out, which no rank has applied anything of; None where none is out."""
-        if not self._out:
-            return None
-        issued = self._out.popleft()
-        self._rows.unrelease(issued.plan.released_rows)
-        self._memory.give(issued.blocks)
-        unknown = {new.row for new in issued.plan.new_rows}
+    def recall(self) -> list[Sequence]:
+        """Take back every step that is out: the ranks skip them whole.
+
+        A sequence that is still open is as it was before the step: frontier and tables, and no row where the step
+        was to bring it one. Those without a row are returned.
+        """
+        rowless: list[Sequence] = []
+        while self._out:
+            issued = self._out.pop()
+            brought = frozenset(new.row for new in issued.plan.new_rows)
+            for piece, sequence in zip(issued.plan.slices, issued.sequences, strict=True):
+                sequence.last_step = NO_STEP
+                if sequence.finished:
+                    continue  # it gave up what it held when it ended
+                if piece.row in brought:
+                    issued.blocks += sequence.tables.take_all()
+                    issued.rows.append(piece.row)
+                    rowless.append(sequence)
+                else:
+                    sequence.planned = piece.start
+                    grown = [change for change in issued.plan.table_changes if change.row == piece.row]
+                    issued.blocks += sequence.tables.take_back(grown)
+            self._return(issued, unsent_rows=brought)
+            self.rows.unrelease(issued.plan.released_rows)
+        return rowless
+
+    def _return(self, issued: Issued, unsent_rows: frozenset[int]) -> None:
+        self.memory.give(issued.blocks)
         for row in issued.rows:
-            if row in unknown:
-                self._rows.give_unknown(row)
-            else:
-                self._rows.give(row)
-        return issued
+            self.rows.give(row, sent=row not in unsent_rows)

@@ -12,31 +12,33 @@ from peg.sched.sequence import Sequence
 class Counters:
     """Totals since the start. A prompt token counts once, however often it is computed.
 
-    `finished` counts terminals by reason; a request that was refused is in `finished` as REJECTED and was never
-    admitted, so admitted = open + finished without REJECTED.
+    A refused request is in `finished` as REJECTED and was never admitted: `admitted` is the open sequences and all
+    other terminals together.
     """
 
     admitted: int
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
+    failed_steps: int
     finished: dict[FinishReason, int]
 
 
 class Ledger:
-    """Writes exactly one terminal for each admitted sequence. Owned by the loop."""
+    """Counts, and writes exactly one terminal for each admitted sequence. Owned by the loop."""
 
     def __init__(self) -> None:
         self._open: dict[int, Sequence] = {}
         self._admitted = 0
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
-        self._preemptions = 0
         self._finished = dict.fromkeys(FinishReason, 0)
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.preemptions = 0
+        self.failed_steps = 0
 
     @property
     def open(self) -> tuple[Sequence, ...]:
-        """Every sequence without a terminal, oldest first."""
+        """Every sequence without a terminal, in order of arrival."""
         return tuple(self._open.values())
 
     def find(self, seq_id: int) -> Sequence | None:
@@ -48,13 +50,6 @@ class Ledger:
 
     def reject(self) -> None:
         self._finished[FinishReason.REJECTED] += 1
-
-    def preempt(self) -> None:
-        self._preemptions += 1
-
-    def commit(self, prompt_tokens: int, generated_tokens: int) -> None:
-        self._prompt_tokens += prompt_tokens
-        self._generated_tokens += generated_tokens
 
     def close(
         self, sequence: Sequence, reason: FinishReason, message: str | None = None, stop_token_id: int | None = None
@@ -75,8 +70,9 @@ class Ledger:
     def counters(self) -> Counters:
         return Counters(
             admitted=self._admitted,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self._preemptions,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            preemptions=self.preemptions,
+            failed_steps=self.failed_steps,
             finished=dict(self._finished),
         )

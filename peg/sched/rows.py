@@ -7,6 +7,7 @@ class RowPool:
     """Hands out rows 0 … num_rows - 1, and remembers which of those given back the ranks still have. Loop only."""
 
     def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))  # a stack, lowest row on top
         self._unreleased: list[int] = []
 
@@ -14,17 +15,18 @@ class RowPool:
     def free_rows(self) -> int:
         return len(self._free)
 
+    @property
+    def used_rows(self) -> int:
+        return self.num_rows - len(self._free)
+
     def take(self) -> int:
         return self._free.pop()
 
-    def give(self, row: int) -> None:
-        """A row that the ranks know: the next plan releases it, before it brings new rows."""
+    def give(self, row: int, *, sent: bool = True) -> None:
+        """Free again. Where the ranks were told of the row, the next plan tells them that it is released."""
         self._free.append(row)
-        self._unreleased.append(row)
-
-    def give_unknown(self, row: int) -> None:
-        """A row that no rank was ever told of."""
-        self._free.append(row)
+        if sent:
+            self._unreleased.append(row)
 
     def release(self) -> tuple[int, ...]:
         """The rows for the next plan to release."""

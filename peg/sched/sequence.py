@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peg.plan import NewRow, SequenceRequest, Slice
-from peg.sched.memory import BlockTables
+from peg.sched.tables import BlockTables
 
 NO_ROW = -1
 NO_STEP = -1
