@@ -10,9 +10,6 @@ from peg.errors import InvalidRequest, QueueFull, RequestError
 from peg.plan import (
     FinishReason,
     SequenceRequest,
-    Skipped,
-    StepFailed,
-    StepOutcome,
     StepPlan,
     StepResult,
     Terminal,
@@ -128,22 +125,9 @@ class Scheduler:
         """The next step, issued with this call; None while there is nothing to plan, or a commit to wait for."""
         return self._planner.plan()
 
-    def commit(self, outcome: StepOutcome) -> list[Update]:
-        """Take in what came back for the oldest step that is out: one update for each sequence with news.
-
-        A step that failed costs its own sequences, and takes back those issued behind it, which the ranks skip: a
-        `Skipped`, when it comes, is no news.
-        """
-        assert outcome.epoch == self._limits.epoch, (outcome, self._limits.epoch)
-        match outcome:
-            case StepResult():
-                return self._commit(outcome)
-            case StepFailed():
-                return self._fail_step(outcome)
-            case Skipped():
-                return []
-
-    def _commit(self, result: StepResult) -> list[Update]:
+    def commit(self, result: StepResult) -> list[Update]:
+        """Take in what the oldest step that is out has computed: one update for each sequence with news."""
+        assert result.epoch == self._limits.epoch, (result.epoch, self._limits.epoch)
         issued = self._flight.land(result.step)
         sampled = zip(result.token_ids, result.logprobs or repeat(None), strict=False)
         scored = result.prompt_logprobs or repeat(())
@@ -189,11 +173,16 @@ class Scheduler:
             return self._ledger.close(sequence, FinishReason.LENGTH)
         return None
 
-    def _fail_step(self, failed: StepFailed) -> list[Update]:
-        issued = self._flight.land(failed.step)
+    def fail_step(self, step: int, message: str) -> list[Update]:
+        """The oldest step that is out failed, at the cost of its own sequences: they end with FAILED.
+
+        What was issued behind it is taken back, for the ranks skip it. They count the rows and tables of the failed
+        step as applied, those of a skipped one as not.
+        """
+        issued = self._flight.land(step)
         self._ledger.failed_steps += 1
         hit = [sequence for sequence in issued.sequences if not sequence.finished]
-        updates = [self._end(sequence, FinishReason.FAILED, failed.message) for sequence in hit]
+        updates = [self._end(sequence, FinishReason.FAILED, message) for sequence in hit]
         for sequence in self._flight.recall():
             self._queues.remove(sequence)
             sequence.restart()
