@@ -22,6 +22,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "peg": (),
     "peg.__main__": ("peg",),
     "peg.cli": ("peg",),
+    "peg.flags": ("peg.config", "peg.errors"),
     "peg.terminal": (),
     "peg.server": ("peg.engine", "peg.text", "peg.plan", "peg.config", "peg.errors"),
     "peg.text": ("peg.errors",),
@@ -42,7 +43,8 @@ OUTSIDE: Mapping[str, frozenset[str]] = {  # packages from outside that a zone m
 }
 HTTP = "aiohttp"  # only the server knows it
 CUDA_ONLY = frozenset({"cuda", "nccl"})  # packages that exist only with CUDA
-CLI_TOP = ("click", "peg.config", "peg.errors")  # and the standard library: --help is instant
+LIGHT = ("peg.__main__", "peg.cli", "peg.flags")  # --help is instant: at their top only these
+CLI_TOP = ("click", "peg.cli", "peg.flags", "peg.config", "peg.errors")  # and the standard library
 READ_ONLY = frozenset({"Mapping", "Sequence", "Set", "AbstractSet", "Collection", "Iterable"})
 MUTABLE = frozenset(
     {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count", "cycle"}
@@ -150,14 +152,12 @@ def imports_stand_at_the_top(source: Source) -> Iterator[str]:
 
 
 def the_command_line_is_light(source: Source) -> Iterator[str]:
-    if source.zone not in ("peg.cli", "peg.__main__"):
+    if source.zone not in LIGHT:
         return
-    allowed = (*CLI_TOP, "peg.cli") if source.zone == "peg.__main__" else CLI_TOP
     for node in at_module_level(source.tree):
         for _, target in imports(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if target.partition(".")[0] not in sys.stdlib_module_names and not any(
-                within(target, name) for name in allowed
-            ):
+            known = target.partition(".")[0] in sys.stdlib_module_names or any(within(target, top) for top in CLI_TOP)
+            if not known:
                 yield f"{node.lineno}: {target} at the top makes --help slow"
 
 
@@ -338,5 +338,8 @@ def over_budget(source: Source) -> Iterator[str]:
             names = [arg.arg for arg in taken.posonlyargs + taken.args + taken.kwonlyargs if arg.arg != "self"]
             if length > 40:
                 yield f"{node.name} has {length} lines, budget 40"
-            if len(names) > 6:
+            on_device = "jit" in {
+                last_name(mark) for mark in node.decorator_list
+            }  # takes a pointer and strides a tensor
+            if len(names) > 6 and not on_device:
                 yield f"{node.name} has {len(names)} parameters, budget 6"

@@ -1,0 +1,139 @@
+"""The flags of the command line, each the field of a config whose default it shares."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+
+from peg.config import (
+    DTYPES,
+    GENERATION_CONFIG,
+    LOAD_FORMATS,
+    ON_FAILURE,
+    REBUILD_ADMISSION,
+    EngineConfig,
+    ServerConfig,
+)
+from peg.errors import ConfigError
+
+_UNITS: Mapping[str, int] = {
+    "": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_Decorator: TypeAlias = Callable[[Any], Any]
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, plain or with a unit."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        parsed = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", str(value).strip().lower())
+        if parsed is None or parsed[2] not in _UNITS:
+            self.fail(f"{value!r} is no size; write bytes, or a number and a unit: 512MiB, 4GiB, 4GB", param, ctx)
+        return int(float(parsed[1]) * _UNITS[parsed[2]])
+
+
+def _flag(config: type[EngineConfig | ServerConfig], spelling: str, field: str, kind: Any, text: str) -> _Decorator:
+    """An option that becomes `field` of `config`, whose default it shares."""
+    default = config.__dataclass_fields__[field].default
+    shown = default is not None and default != ()
+    several = isinstance(default, tuple)
+    env = "PEG_" + spelling.strip("-").replace("-", "_").upper() if "key" in spelling else None
+    return click.option(
+        spelling, field, type=kind, default=default, show_default=shown, multiple=several, envvar=env, help=text
+    )
+
+
+def _unbuilt(spelling: str, text: str, why: str, built: str | None = None, choices: tuple[str, ...] = ()) -> _Decorator:
+    """An option that is known and not there yet: refused with the reason, except at the value that is built."""
+
+    def refuse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+        if value is not None and value != built:
+            raise ConfigError(f"{spelling} {value}: {why}")
+
+    kind = click.Choice(choices) if choices else None
+    return click.option(
+        spelling, type=kind, default=built, show_default=True, expose_value=False, callback=refuse, help=text
+    )
+
+
+def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
+    """Let a TOML file of flags (`tensor-parallel-size = 3`) stand behind the command line."""
+    if path is None:
+        return
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    options = [param for param in ctx.command.params if isinstance(param, click.Option) and param.name != "config"]
+    names = {spelling.removeprefix("--"): str(param.name) for param in options for spelling in param.opts}
+    if unknown := sorted(values.keys() - names.keys()):
+        raise ConfigError(f"--config {path}: {', '.join(unknown)}: peg {ctx.info_name} has no such flag")
+    ctx.default_map = {names[key]: value for key, value in values.items()}
+
+
+def _together(*decorators: _Decorator) -> _Decorator:
+    def apply(command: Any) -> Any:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+NO_CUDA = "this version runs ranks on the CPU only"
+engine_flags = _together(
+    click.argument("model"),
+    _flag(EngineConfig, "--tensor-parallel-size", "tensor_parallel_size", int, "How many ranks share the model."),
+    click.option("--devices", metavar="cpu", help="Where the ranks run. CUDA devices (0,1,…) are not there yet."),
+    _flag(EngineConfig, "--dtype", "dtype", click.Choice(DTYPES), "What to compute in; auto is the checkpoint's own."),
+    _flag(EngineConfig, "--max-model-len", "max_model_len", int, "Context in tokens, if less than the model's."),
+    _flag(EngineConfig, "--kv-cache-memory", "kv_cache_memory_bytes", Size(), "KV cache of each rank: 512MiB, 4GiB."),
+    _flag(EngineConfig, "--max-num-seqs", "max_num_seqs", int, "Sequences that run at a time. On a CPU: 16."),
+    _flag(EngineConfig, "--max-num-batched-tokens", "max_num_batched_tokens", int, "Tokens in one step, all together."),
+    _flag(EngineConfig, "--block-size", "block_size", int, "Tokens in one block of the KV cache."),
+    _flag(EngineConfig, "--seed", "seed", int, "Where random choices begin."),
+    _flag(EngineConfig, "--load-format", "load_format", click.Choice(LOAD_FORMATS), "dummy: random weights, no files."),
+    click.option("--enforce-eager", is_flag=True, help="No graphs. A CPU has none."),
+    _unbuilt("--gpu-memory-utilization", "Share of a GPU's memory to use.", NO_CUDA),
+    _unbuilt("--nccl-library", "NCCL to load.", NO_CUDA),
+    click.option(
+        "--config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="TOML file of flags, without their dashes; the command line goes first.",
+    ),
+)
+step_timeout = _flag(EngineConfig, "--step-timeout", "step_timeout_s", float, "Seconds that a step may take at most.")
+server_flags = _together(
+    _flag(ServerConfig, "--host", "host", str, "Address to listen on."),
+    _flag(ServerConfig, "--port", "port", int, "Port to listen on; 0 takes any that is free."),
+    _flag(
+        ServerConfig, "--served-model-name", "served_model_names", str, "Name in answers, instead of MODEL; repeatable."
+    ),
+    _flag(ServerConfig, "--api-key", "api_keys", str, "Key that requests must bring; repeatable. Also: $PEG_API_KEY."),
+    _flag(ServerConfig, "--admin-key", "admin_key", str, "Key for the admin routes. Also: $PEG_ADMIN_KEY."),
+    _flag(EngineConfig, "--max-num-queued-reqs", "max_num_queued_reqs", int, "Requests that may wait; then 429."),
+    _flag(ServerConfig, "--shutdown-timeout", "shutdown_timeout_s", float, "Seconds to finish requests on SIGTERM."),
+    _flag(
+        ServerConfig,
+        "--generation-config",
+        "generation_config",
+        click.Choice(GENERATION_CONFIG),
+        "none: leave the checkpoint's sampling defaults out.",
+    ),
+    _flag(ServerConfig, "--max-logprobs", "max_logprobs", int, "Most logprobs a request may ask for."),
+    _unbuilt("--on-failure", "What follows a failure.", "only exit is there yet", "exit", ON_FAILURE),
+    _unbuilt("--rebuild-admission", "Requests meanwhile.", "only refuse is there yet", "refuse", REBUILD_ADMISSION),
+    click.option("--enable-fault-injection", is_flag=True, help="Open POST /admin/fault. Not for production."),
+)
