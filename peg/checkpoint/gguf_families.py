@@ -28,7 +28,7 @@ _SHARED_FIELDS = (
     "rope.scaling.factor",
     "vocab_size",
 )
-_SHARED_LAYER = {
+_SHARED_LAYER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -38,8 +38,9 @@ _SHARED_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LLAMA_LAYER = _SHARED_LAYER | {"ffn_norm": "post_attention_layernorm"}
-_GEMMA3_LAYER = _SHARED_LAYER | {
+_LLAMA_LAYER: Mapping[str, str] = {**_SHARED_LAYER, "ffn_norm": "post_attention_layernorm"}
+_GEMMA3_LAYER: Mapping[str, str] = {
+    **_SHARED_LAYER,
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
@@ -162,7 +163,7 @@ def _gemma3_config(fields: Fields) -> dict[str, object]:
     }
 
 
-_FAMILIES = {
+_FAMILIES: Mapping[str, GgufFamily] = {
     "llama": GgufFamily(_llama_config, _LLAMA_LAYER, interleaved_heads=True),
     "gemma3": GgufFamily(_gemma3_config, _GEMMA3_LAYER, ("attention.sliding_window",), norms_plus_one=True),
 }
