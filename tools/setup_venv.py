@@ -33,7 +33,7 @@ def setup() -> None:
         say(f".venv is up to date ({time.monotonic() - started:.1f} s)")
         return
     STAMP.unlink(missing_ok=True)
-    if not _python_runs():
+    if not _venv_works():
         _make_venv()
     _install_torch()
     say("installing peg and what its tests need")
@@ -50,12 +50,15 @@ def _stamp() -> str:
 
 
 def _stamp_is_current() -> bool:
-    return STAMP.is_file() and STAMP.read_text() == _stamp() and _python_runs()
+    return STAMP.is_file() and STAMP.read_text() == _stamp() and _venv_works()
 
 
-def _python_runs() -> bool:
-    """Whether `.venv` has a Python that starts and is new enough; a system upgrade may have taken it away."""
-    test = "import sys; sys.exit(sys.version_info < (3, 11))"
+def _venv_works() -> bool:
+    """Whether `.venv` has a Python that starts and is new enough, and pip.
+
+    An upgrade of the system takes the one away, an interrupted setup leaves the other out.
+    """
+    test = "import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or u.find_spec('pip') is None)"
     try:
         return subprocess.run([BIN / "python", "-c", test], check=False).returncode == 0
     except OSError:
