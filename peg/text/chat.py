@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -46,7 +46,7 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         self._variables = {
-            name: frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) - set(environment.globals)
+            name: frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             for name, source in sources.items()
         }
 
@@ -179,7 +179,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks what training learns from; here it is its content."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 jinja2 declares it as an instance variable
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,8 +39,8 @@ class Tokenizer:
         core.no_truncation()
         _set_post_processor(core, config, self.special_tokens)
         self._core = core
-        added = {token_id: token.content for token_id, token in core.get_added_tokens_decoder().items()}
-        tokens = {token_id: token for token, token_id in core.get_vocab(True).items()} | added
+        tokens = {token_id: token for token, token_id in core.get_vocab(True).items()}
+        added = core.get_added_tokens_decoder()
         decoder = json.loads(core.to_str())["decoder"]
         table = TokenBytes.from_decoder(decoder)
         self.vocab_size = max(tokens, default=-1) + 1
@@ -47,7 +48,7 @@ class Tokenizer:
         self._stripped_spaces = table.stripped_spaces
         self.longest_token_bytes = max((len(raw) for raw in self._bytes if raw is not None), default=0)
         named = {core.token_to_id(token) for token in self.special_tokens.values()}
-        special = {token_id for token_id, token in core.get_added_tokens_decoder().items() if token.special}
+        special = {token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(token_id for token_id in named | special if token_id is not None)
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
         self.eos_token_id = self.token_id(self.special_tokens.get("eos_token"))
@@ -59,10 +60,12 @@ class Tokenizer:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise CheckpointError(f"{path}: no such file; peg reads the tokenizer from tokenizer.json alone")
-        try:
-            core = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # tokenizers raises bare Exception for every fault in the file
+        # tokenizers raises the bare Exception for any fault in the file; as a future's outcome it is a value.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            made = pool.submit(tokenizers.Tokenizer.from_file, str(path))
+        if error := made.exception():
             raise CheckpointError(f"{path}: {error}") from error
+        core = made.result()
         return cls(core, read_json(model_dir / "tokenizer_config.json"))
 
     # --- text to ids -------------------------------------------------------------------------------------
