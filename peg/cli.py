@@ -10,7 +10,7 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,22 +47,16 @@ def _cache_dir() -> Path:
     return (named if named.is_absolute() else Path.home() / ".cache") / "peg"
 
 
-def _set_up_logging(devices: str | None) -> None:
+def _set_up(devices: str | None) -> None:
+    """What holds for the whole process, once."""
     import structlog
 
     from peg.terminal import log_to_stderr
 
     log_to_stderr()
+    sys.setswitchinterval(1e-4)  # the loop must get the interpreter lock back quickly from the rank threads
     if devices is None and _DRIVER.exists():
         structlog.get_logger("peg").warning(f"an NVIDIA driver is here, but {NO_CUDA}")
-
-
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run the loop beside the rank threads, to whom it must get the interpreter lock back quickly."""
-    import uvloop
-
-    sys.setswitchinterval(1e-4)
-    return int(uvloop.run(main))
 
 
 # --- commands -------------------------------------------------------------------------------------------------
@@ -108,8 +102,10 @@ def generate(model: str, devices: str | None, prompt: str, **flags: Any) -> int:
     """
     wanted = {name: flags.pop(name) for name in _REQUEST_FLAGS}
     config = _engine_config(model, devices, flags)
-    _set_up_logging(devices)
-    return _run_loop(_generate(_find_model(config), prompt, wanted))
+    _set_up(devices)
+    import uvloop
+
+    return int(uvloop.run(_generate(_find_model(config), prompt, wanted)))
 
 
 async def _generate(config: EngineConfig, prompt: str, wanted: Mapping[str, Any]) -> int:
@@ -154,11 +150,11 @@ async def _generate(config: EngineConfig, prompt: str, wanted: Mapping[str, Any]
     return 0
 
 
-@cli.command()
+@cli.command("serve")
 @engine_flags
 @server_flags
 @step_timeout
-def serve(model: str, devices: str | None, **flags: Any) -> int:
+def serve_(model: str, devices: str | None, **flags: Any) -> int:
     """Serve MODEL over an OpenAI-compatible HTTP endpoint until SIGTERM or SIGINT, then drain.
 
     The port is taken first, so that a second server says so at once. Without --admin-key the admin routes answer
@@ -169,10 +165,10 @@ def serve(model: str, devices: str | None, **flags: Any) -> int:
     config = _engine_config(model, devices, flags)
     with _listen(server.host, server.port) as listener:
         _check_doors(config, server, listener)
-        from peg.server.app import serve as serve_http
+        _set_up(devices)
+        from peg.server.run import serve
 
-        _set_up_logging(devices)
-        return _run_loop(serve_http(_find_model(config), server, listener))
+        return serve(listener, _find_model(config), server)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -7,14 +7,14 @@ import time
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A script as a module; like a script it finds its neighbours."""
     monkeypatch.syspath_prepend(str(TOOLS))
     loader = SourceFileLoader(name, str(TOOLS / name))
@@ -26,8 +26,8 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """setup_venv over an empty checkout without a driver; `asked` is what pip was asked for, `missing` what it lacks."""
+def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """setup_venv in an empty checkout, no driver. `asked` is what pip was asked for, `missing` what it lacks."""
     module = load("setup_venv.py", monkeypatch)
     (tmp_path / "pyproject.toml").write_text("[project]")
     (tmp_path / ".venv").mkdir()
@@ -45,7 +45,7 @@ def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_second_setup_does_nothing(venv: ModuleType) -> None:
+def test_second_setup_does_nothing(venv: Any) -> None:
     """Setup asks pip once, and again only after pyproject.toml has changed."""
     venv.setup()
     assert [what[0] for what in venv.asked] == ["torch==2.13.0+cpu", "--editable"]
@@ -57,7 +57,7 @@ def test_second_setup_does_nothing(venv: ModuleType) -> None:
     assert len(venv.asked) == 2
 
 
-def test_no_cpu_build(venv: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_cpu_build(venv: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the index has no CPU build, torch is taken as it comes, and its size is said before."""
     venv.missing = venv.CPU_TORCH[0]
     venv.setup()
@@ -65,14 +65,14 @@ def test_no_cpu_build(venv: ModuleType, capsys: pytest.CaptureFixture[str]) -> N
     assert "several GB" in capsys.readouterr().out
 
 
-def test_with_a_driver_pyproject_decides(venv: ModuleType) -> None:
+def test_with_a_driver_pyproject_decides(venv: Any) -> None:
     """With an NVIDIA driver nobody asks for a CPU build."""
     venv.DRIVER.touch()
     venv.setup()
     assert [what[0] for what in venv.asked] == ["--editable"]
 
 
-def test_failed_setup_is_not_remembered(venv: ModuleType) -> None:
+def test_failed_setup_is_not_remembered(venv: Any) -> None:
     """A setup that pip could not finish ends with a reason, and the next one tries again."""
     venv.missing = "--editable"
     with pytest.raises(SystemExit, match="pip could not install"):
