@@ -41,8 +41,8 @@ class Tokenizer:
         self._core = core
         tokens = {token_id: token for token, token_id in core.get_vocab(True).items()}
         added = core.get_added_tokens_decoder()
-        decoder = json.loads(core.to_str())["decoder"]
-        table = TokenBytes.from_decoder(decoder)
+        # The decoder's pickled state is its JSON in tokenizer.json; writing out all of it takes a second.
+        table = TokenBytes.from_decoder(json.loads(core.decoder.__getstate__()) if core.decoder else None)
         self.vocab_size = max(tokens, default=-1) + 1
         self._bytes = [table.of(tokens.get(i), is_added=i in added) for i in range(self.vocab_size)]
         self._stripped_spaces = table.stripped_spaces
