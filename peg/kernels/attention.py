@@ -11,10 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 
-from peg.kernels.device import require_cpu
+from peg.kernels.attention_tiles import combine_kernel, decode_kernel, prefill_kernel
+from peg.kernels.device import on_cpu
+
+_LOG2_E = 1.4426950408889634
+_MAX_SPLITS = 64
+_FILLING = 264  # programs that keep a large card busy: two a multiprocessor of an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +58,12 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of one KV group share in one step; made by `plan_attention`."""
+    """What all layers of one KV group share in one step; made by `plan_attention`. `calls` are the reference's."""
 
     layout: SliceLayout
     tables: Tensor
     window: int | None
-    calls: tuple[_Call, ...]
+    calls: tuple[_Call, ...] = ()
 
 
 def plan_attention(layout: SliceLayout, tables: Tensor, k_cache: Tensor, window: int | None = None) -> AttentionPlan:
@@ -66,7 +72,8 @@ def plan_attention(layout: SliceLayout, tables: Tensor, k_cache: Tensor, window:
     tables int32 [S, W]: entry i of a row is the block of positions i · B to i · B + B − 1. k_cache [N, B, G, D] is
     any of the group's: it gives block size and dtype. `window` counts the query itself.
     """
-    require_cpu("attention", k_cache)
+    if not on_cpu("attention", k_cache):
+        return AttentionPlan(layout, tables, window)
     calls: list[_Call] = []
     start = index = 0
     for single, run in groupby(layout.query_lens, key=lambda queries: queries == 1):
@@ -86,7 +93,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attention
 
     q [T, H, D]; caches [N, B, G, D]; query heads h · H/G to (h + 1) · H/G − 1 use KV head h. Returns [T, H, D].
     """
-    require_cpu("paged_attention", q)
+    if not on_cpu("paged_attention", q):
+        return _paged_attention(q, k_cache, v_cache, plan, scale)
     outputs = [_attend(q, k_cache, v_cache, call, scale) for call in plan.calls]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -149,3 +157,67 @@ def _gather(cache: Tensor, call: _Call) -> Tensor:
     if call.unseen is not None:
         rows.index_fill_(0, call.unseen, 0)
     return rows.view(call.slices, -1, *cache.shape[2:]).narrow(1, call.first, call.keys).transpose(1, 2)
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------
+
+
+def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    assert q.stride()[1:] == (q.shape[2], 1), q.stride()
+    assert k_cache.is_contiguous(), k_cache.stride()
+    assert v_cache.is_contiguous(), v_cache.stride()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if 1 in plan.layout.query_lens:
+        _decode(q, k_cache, v_cache, plan, scale, out)
+    if max(plan.layout.query_lens) > 1:
+        _prefill(q, k_cache, v_cache, plan, scale, out)
+    return out
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, out: Tensor) -> None:
+    """Attend for the slices of one token; the others are left alone."""
+    layout, S, (H, D), (_, B, G, _) = plan.layout, len(plan.layout.query_lens), q.shape[1:], k_cache.shape
+    block_d = triton.next_power_of_2(D)
+    block_n = max(16, 16384 // q.element_size() // block_d)
+    splits = _splits(plan, S * G, block_n)
+    part = torch.empty((S, H, splits, D), dtype=torch.float32, device=q.device)
+    lse = torch.empty((S, H, splits), dtype=torch.float32, device=q.device)
+    decode_kernel[(S, G, splits)](
+        q, k_cache, v_cache, plan.tables, layout.query_starts, layout.context_lens, part, lse, scale * _LOG2_E,
+        q.stride(0), plan.tables.stride(0), splits, G, H // G, B, D, plan.window or 0,
+        max(16, triton.next_power_of_2(H // G)), block_d, block_n, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    combine_kernel[(S, H)](part, lse, layout.query_starts, out, H, D, splits, block_d)
+
+
+def _splits(plan: AttentionPlan, programs: int, block_n: int) -> int:
+    """Into how many parts a context is cut so that there is work for the whole card; a power of two."""
+    keys = max(plan.layout.context_lens_host)
+    if plan.window:
+        keys = min(keys, plan.window)
+    wanted = min(_MAX_SPLITS, triton.cdiv(keys, block_n), triton.cdiv(_FILLING, programs))
+    return int(triton.next_power_of_2(wanted))
+
+
+def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, out: Tensor) -> None:
+    """Attend for the slices of several tokens; the others are left alone."""
+    layout, S, (T, H, D), (_, B, G, _) = plan.layout, len(plan.layout.query_lens), q.shape, k_cache.shape
+    block_d = triton.next_power_of_2(D)
+    block_m, block_n, warps, stages = _prefill_tile(block_d, q.element_size())
+    assert block_m >= H // G, (H, G, block_m)
+    prefill_kernel[(T // (block_m // (H // G)) + S, G)](
+        q, k_cache, v_cache, plan.tables, layout.query_starts, layout.context_lens, out, scale * _LOG2_E,
+        q.stride(0), plan.tables.stride(0), S, G, H // G, B, D, plan.window or 0,
+        block_m, block_d, block_n, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _prefill_tile(block_d: int, item_bytes: int) -> tuple[int, int, int, int]:
+    """Query rows, keys, warps and stages: what fits a Hopper multiprocessor's registers and shared memory."""
+    if item_bytes == 4:  # without matrix units; for tests of the arithmetic, not for speed
+        return 16, 16, 4, 1
+    if block_d <= 64:
+        return 128, 64, 4, 3
+    if block_d <= 128:
+        return 128, 64, 8, 3
+    return (128, 64, 8, 2) if block_d <= 256 else (64, 32, 8, 2)

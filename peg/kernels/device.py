@@ -1,11 +1,15 @@
-"""Where a kernel can run. A tensor on a device that a kernel has no code for is refused, never moved or emulated."""
+"""Where a kernel runs: the plain PyTorch reference on the CPU, Triton on CUDA, nothing anywhere else."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-def require_cpu(kernel: str, tensor: Tensor) -> None:
-    """Raise NotImplementedError, naming the kernel, unless `tensor` lies on the CPU."""
-    if not tensor.is_cpu:
-        raise NotImplementedError(f"{kernel} has no kernel for {tensor.device.type}, only its CPU reference")
+def on_cpu(kernel: str, tensor: Tensor) -> bool:
+    """True for a tensor on the CPU, False on CUDA; elsewhere NotImplementedError, naming the kernel.
+
+    A tensor is never moved, and a CUDA tensor never falls back on the reference.
+    """
+    if tensor.device.type not in {"cpu", "cuda"}:
+        raise NotImplementedError(f"{kernel} has no kernel for {tensor.device.type}")
+    return tensor.is_cpu
