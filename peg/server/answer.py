@@ -1,0 +1,98 @@
+"""Answers: the same text of the same choices, collected into one document or written as a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from peg.errors import RequestError
+from peg.server.form import Collected, Form, Usage
+from peg.server.generation import Choice, Finish, Generation, follow_all
+from peg.server.live import LiveRequest
+from peg.server.service import SERVICE, Service
+from peg.server.stream import EventStream
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How an answer goes out: streamed or not, and where a stream tells its usage."""
+
+    streams: bool
+    usage_event: bool
+    continuous_usage: bool
+
+
+async def answer(request: web.Request, generation: Generation, form: Form, delivery: Delivery) -> web.StreamResponse:
+    """Run a generation and answer the request with it. Whatever ends this ends its sequences."""
+    service = request.app[SERVICE]
+    with service.live.register(request, generation.request_id, form.envelope.id) as live:
+        choices = _submit(service, generation, live)
+        meter = _Meter(generation.prompt_tokens, choices)
+        if delivery.streams:
+            stream = EventStream(request)
+            await follow_all(choices, _EventSink(stream, form, meter, delivery.continuous_usage), service.engine)
+            return await stream.end(form.envelope.usage_event(meter.usage()) if delivery.usage_event else b"")
+        sink = _CollectingSink(len(choices))
+        await follow_all(choices, sink, service.engine)
+    return web.Response(body=form.whole(sink.choices, meter.usage()), content_type="application/json")
+
+
+def _submit(service: Service, generation: Generation, live: LiveRequest) -> list[Choice]:
+    try:
+        return generation.submit(service.engine, live, service.metrics)
+    except RequestError:
+        service.metrics.rejected()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Meter:
+    prompt_tokens: int
+    choices: Sequence[Choice]
+
+    def usage(self) -> Usage:
+        """The usage so far."""
+        completion = sum(choice.completion_tokens for choice in self.choices)
+        return Usage(self.prompt_tokens, completion, self.prompt_tokens + completion)
+
+
+class _CollectingSink:
+    """Keeps what comes."""
+
+    def __init__(self, count: int) -> None:
+        self.choices = [Collected() for _ in range(count)]
+
+    async def piece(self, choice: Choice, text: str) -> None:
+        self.choices[choice.index].pieces.append(text)
+
+    async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
+        self.choices[choice.index].pieces.append(text)
+        self.choices[choice.index].finish = finish
+
+
+class _EventSink:
+    """Writes what comes at once, one event a piece."""
+
+    def __init__(self, stream: EventStream, form: Form, meter: _Meter, tells_usage: bool) -> None:
+        self._stream = stream
+        self._form = form
+        self._meter = meter
+        self._tells_usage = tells_usage
+        self._opened: set[int] = set()
+
+    async def piece(self, choice: Choice, text: str) -> None:
+        await self._send(choice.index, self._form.piece(choice.index, text, self._usage()))
+
+    async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
+        await self._send(choice.index, self._form.closing(choice.index, text, finish, self._usage()))
+
+    def _usage(self) -> Usage | None:
+        return self._meter.usage() if self._tells_usage else None
+
+    async def _send(self, index: int, event: bytes) -> None:
+        if index not in self._opened:
+            self._opened.add(index)
+            event = self._form.opening(index) + event
+        await self._stream.send(event)

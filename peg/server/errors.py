@@ -1,0 +1,102 @@
+"""Every error answer: one class, one shape, one middleware that makes it out of whatever was raised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from peg.errors import EngineUnavailable, InvalidRequest, QueueFull
+from peg.server.stream import STREAM, EventStream
+
+log = structlog.get_logger("peg.server")
+
+_RETRY_AFTER = {"Retry-After": "1"}
+_HTTP_CODES = {
+    404: "route_not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `code` is one snake_case word, `param` the path of the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = headers
+
+    @property
+    def type(self) -> str:
+        """One of the four words that clients know."""
+        if self.status >= 500:
+            return "server_error"
+        return {404: "not_found_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+
+    def body(self) -> bytes:
+        """The JSON document, `{"error": {…}}`."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> web.Response:
+        """The whole answer."""
+        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=self.headers)
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The request itself is at fault: 400."""
+    return ApiError(400, code, message, param)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about `error`. Anything unforeseen is a 500 that gives nothing away."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequest():
+            return invalid(str(error), error.param)
+        case QueueFull():
+            return ApiError(429, "queue_full", str(error), headers=_RETRY_AFTER)
+        case EngineUnavailable():
+            return ApiError(503, "engine_unavailable", str(error), headers=_RETRY_AFTER)
+        case web.HTTPException():
+            return _from_aiohttp(error)
+        case _:
+            log.error("unforeseen error in a handler", exc_info=error)
+            return ApiError(500, "internal_error", "the server made a mistake; its log has the details")
+
+
+def _from_aiohttp(error: web.HTTPException) -> ApiError:
+    code = _HTTP_CODES.get(error.status, "http_error")
+    allow = error.headers.get("Allow")
+    return ApiError(error.status, code, error.reason, headers={"Allow": allow} if allow else None)
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a handler raises into the answer: JSON, or the last event of a stream that has begun."""
+    try:
+        return await handler(request)
+    except ConnectionError:  # the client has left: nobody is there to be told
+        raise
+    except Exception as error:  # the one broad except of the server: every error has the same shape
+        answer = as_api_error(error)
+        stream: EventStream | None = request.get(STREAM)
+        if stream is not None and stream.begun:
+            return await stream.fail(answer.body())
+        return answer.response()
