@@ -16,11 +16,15 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Layers that keep every token. `kv_heads` counts the heads on one rank."""
+    """Layers that keep every token. `kv_heads` counts the heads on one rank.
+
+    `readers` are (layer, owner): a layer outside the group that reads the K and V of one inside, and stores none.
+    """
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
+    readers: tuple[tuple[int, int], ...] = ()
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of K and V that one token takes on one rank."""
@@ -29,12 +33,13 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Layers in which a token sees itself and the `window - 1` tokens before it."""
+    """Layers in which a token sees itself and the `window - 1` tokens before it. `readers` as in `Full`."""
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     window: int
+    readers: tuple[tuple[int, int], ...] = ()
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of K and V that one token takes on one rank, while it is inside the window."""
@@ -257,10 +262,9 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class MakeCache:
-    """Allocate the KV pools and the rows."""
+    """Allocate the KV pools."""
 
     groups: tuple[GroupCapacity, ...]
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)

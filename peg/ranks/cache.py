@@ -1,0 +1,72 @@
+"""The paged KV pools of one rank, and the digest of what it stored in them itself."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peg.kernels.cache import write_kv
+from peg.plan import GroupCapacity, Recurrent
+
+
+class WriteDigest:
+    """A running hash of everything that was stored: by which layer, at which slots, for which rows, in which order.
+
+    It is told by the code that stores, after it stored, and never by the plan. So ranks whose digests agree have
+    filled the same slots, layer by layer. Owned by the rank's thread.
+    """
+
+    __slots__ = ("_checksum", "_slots", "value")
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._slots: Tensor | None = None
+        self._checksum = 0
+
+    def stored(self, layer: int, slots: Tensor) -> None:
+        """K and V went to `slots` int64 [T]. All layers of a group share one tensor, whose bytes are read once."""
+        if slots is not self._slots:
+            self._slots, self._checksum = slots, zlib.crc32(slots.numpy().data)
+        self.value = hash((self.value, layer, self._checksum))
+
+    def advanced(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """A step ended: these rows hold so many tokens now."""
+        self.value = hash((self.value, *rows, *tokens))
+        self._slots = None
+
+
+class PagedCache:
+    """One layer's pool: k and v, model dtype [N, B, G, D]. See `peg.models.inputs.LayerCache`."""
+
+    __slots__ = ("_digest", "_layer", "k", "v")
+
+    def __init__(self, layer: int, k: Tensor, v: Tensor, digest: WriteDigest) -> None:
+        self.k = k
+        self.v = v
+        self._layer = layer
+        self._digest = digest
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Store k and v [T, G, D] at `slots` int64 [T], and count them."""
+        write_kv(k, v, self.k, self.v, slots)
+        self._digest.stored(self._layer, slots)
+
+
+def make_caches(
+    capacities: Sequence[GroupCapacity], block_size: int, dtype: torch.dtype, digest: WriteDigest
+) -> list[PagedCache]:
+    """Allocate the pools of one rank; one entry per layer. A layer that reads another's K and V gets its object."""
+    caches: dict[int, PagedCache] = {}
+    for capacity in capacities:
+        group = capacity.group
+        assert not isinstance(group, Recurrent), "refused when the blueprint was drawn"
+        shape = (capacity.num_blocks, block_size, group.kv_heads, group.head_dim)
+        for layer in group.layers:
+            caches[layer] = PagedCache(layer, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), digest)
+        for layer, owner in group.readers:
+            caches[layer] = caches[owner]
+    assert sorted(caches) == list(range(len(caches))), f"layers without a cache: {sorted(caches)}"
+    return [caches[layer] for layer in range(len(caches))]
