@@ -1,0 +1,212 @@
+"""What every Triton kernel must do, written once: run in the interpreter on a CPU, and compiled on a card.
+
+A case makes its inputs on the CPU, asks the reference there, and runs the kernel on its site. Sizes are odd, rows may
+lie apart, and what lies outside of them, or has not been written yet, is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from peg.kernels import activation, attention, cache, embedding, norm, rope
+
+MODULES = (activation, attention, cache, embedding, norm, rope)
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where kernels run: on a card, or in the interpreter on a CPU."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Public functions take their Triton path here, whatever the device, and new memory is poisoned."""
+        empty = torch.empty
+
+        def poisoned(*size: Any, **options: Any) -> Tensor:
+            made: Tensor = empty(*size, **options)
+            return made.fill_(NAN) if made.is_floating_point() else made
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch, "empty", poisoned))
+            for module in MODULES:
+                stack.enter_context(mock.patch.object(module, "on_cpu", return_value=False))
+            yield
+
+    def random(self, seed: int, *shape: int) -> Tensor:
+        """Normal numbers of this site's dtype, on the CPU."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Copy over, with more NaN behind every row than rows are long."""
+        rows = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 3), NAN).to(tensor.dtype)
+        rows[..., : tensor.shape[-1]] = tensor
+        return rows.to(self.device)[..., : tensor.shape[-1]]
+
+    def check(self, out: Tensor, expected: Tensor, roundings: float = 2, absolute: float = 1e-6) -> None:
+        """Both sides finite; then every element within absolute + roundings · (half a unit in the last place)."""
+        out, expected = out.detach().cpu().double(), expected.double()
+        assert out.shape == expected.shape, (out.shape, expected.shape)
+        assert expected.isfinite().all(), "the reference is not finite"
+        assert out.isfinite().all(), f"{int((~out.isfinite()).sum())} of {out.numel()} elements are not finite"
+        excess = (out - expected).abs() - roundings * torch.finfo(self.dtype).eps * expected.abs()
+        worst = int(excess.argmax())
+        assert excess.max() <= absolute, f"element {worst}: {out.flatten()[worst]} for {expected.flatten()[worst]}"
+
+
+class Case(Protocol):
+    def __call__(self, site: Site) -> None: ...
+
+
+def norm_of_heads(site: Site) -> None:
+    x = site.random(0, 5, 9, 24)
+    weight, weight_fp32 = site.random(1, 24), site.random(2, 24).float()
+    heads = site.put(x.flatten(1)).unflatten(1, (9, 24))[:, 2:]
+    with site.kernels():
+        outs = (
+            norm.rms_norm(heads, weight.to(site.device), 1e-5),
+            norm.rms_norm_fp32(heads, weight_fp32.to(site.device), 1e-5),
+            norm.rms_normalize(heads, 1e-5),
+        )
+    x = x[:, 2:]
+    rounded_twice = norm.rms_norm(x, weight, 1e-5)
+    site.check(outs[0], rounded_twice)
+    if site.dtype != torch.float32:  # rounding once instead would change every fourth element
+        assert (outs[0].cpu() == rounded_twice).float().mean() > 0.95
+    site.check(outs[1], norm.rms_norm_fp32(x, weight_fp32, 1e-5))
+    site.check(outs[2], norm.rms_normalize(x, 1e-5))
+
+
+def norm_with_residual(site: Site) -> None:
+    x, residual, weight = site.random(0, 3, 2100), site.random(1, 3, 2100), site.random(2, 2100)
+    there, stream = site.put(x), site.put(residual)
+    with site.kernels():
+        out = norm.add_rms_norm_(there, stream, weight.to(site.device), 1e-6)
+    expected = norm.add_rms_norm_(x, residual, weight, 1e-6)
+    site.check(stream, residual, roundings=1)
+    site.check(out, expected, roundings=3)
+
+
+def norm_then_add(site: Site) -> None:
+    x, residual, weight = site.random(0, 3, 576), site.random(1, 3, 576), site.random(2, 576).float()
+    there, stream = site.put(x), site.put(residual)
+    with site.kernels():
+        norm.rms_norm_add_(there, stream, weight.to(site.device), 1e-6)
+    norm.rms_norm_add_(x, residual, weight, 1e-6)
+    site.check(stream, residual, absolute=8 * torch.finfo(site.dtype).eps)
+
+
+def gated_activations(site: Site) -> None:
+    gate_up = 3 * site.random(0, 5, 2 * 1300)
+    for function in (activation.silu_and_mul, activation.gelu_tanh_and_mul):
+        with site.kernels():
+            out = function(gate_up.to(site.device))
+        site.check(out, function(gate_up), roundings=3)
+
+
+def embedding_of_one_shard(site: Site) -> None:
+    weight, ids = site.random(0, 100, 1100), torch.tensor([0, 50, 99, 149, 150, 300, 49])
+    with site.kernels():
+        out = embedding.embed(ids.to(site.device), weight.to(site.device), 50)
+    assert torch.equal(out.cpu(), embedding.embed(ids, weight, 50))
+
+
+def rotary_embedding(site: Site) -> None:
+    x, positions = site.random(0, 5, 9, 24), torch.tensor([0, 1, 5, 9000, 7])
+    cos, sin = rope.rope_angles(positions, rope.default_frequencies(24, 1e4), site.dtype)
+    heads = site.put(x.flatten(1)).unflatten(1, (9, 24))[:, :7]
+    with site.kernels():
+        out = rope.apply_rope(heads, cos.to(site.device), sin.to(site.device))
+    site.check(out, rope.apply_rope(x[:, :7], cos, sin), absolute=4 * torch.finfo(site.dtype).eps)
+
+
+def writes_into_the_cache(site: Site) -> None:
+    kv, slots = site.random(0, 5, 6, 24), torch.tensor([17, 63, 1, 5, 33])
+    k_cache, v_cache = (torch.full((4, 16, 3, 24), 7.0, dtype=site.dtype) for _ in "kv")
+    k_there, v_there = (pool.to(site.device, copy=True) for pool in (k_cache, v_cache))
+    there = site.put(kv.flatten(1)).unflatten(1, (6, 24))
+    with site.kernels():
+        cache.write_kv(there[:, :3], there[:, 3:], k_there, v_there, slots.to(site.device))
+    cache.write_kv(kv[:, :3], kv[:, 3:], k_cache, v_cache, slots)
+    assert torch.equal(k_there.cpu(), k_cache)
+    assert torch.equal(v_there.cpu(), v_cache)
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention of slices of `queries` tokens at the end of `contexts` tokens; keys nobody may see are NaN."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+    window: int | None = None
+    block: int = 16
+
+    def __call__(self, site: Site) -> None:
+        k_cache, v_cache, tables = self.pool(site)
+        q = site.random(3, sum(self.queries), self.heads, self.dim)
+        starts = torch.tensor([0, *accumulate(self.queries)], dtype=torch.int32)
+        lengths = torch.tensor(self.contexts, dtype=torch.int32)
+        out = self.attend(q, k_cache, v_cache, tables, starts, lengths, torch.device("cpu"), torch.float32)
+        with site.kernels():
+            result = self.attend(q, k_cache, v_cache, tables, starts, lengths, site.device, site.dtype)
+        site.check(result, out, roundings=2, absolute=2 * torch.finfo(site.dtype).eps + 1e-6)
+
+    def pool(self, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+        """Blocks in random order; table entries that are not read name a block that is not there."""
+        needed = [-(-context // self.block) for context in self.contexts]
+        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)) + 1
+        k_cache, v_cache = (torch.full((sum(needed) + 1, self.block, self.kv_heads, self.dim), NAN) for _ in "kv")
+        tables = torch.full((len(needed), max(needed) + 1), 1 << 30, dtype=torch.int32)
+        for index, (count, blocks) in enumerate(zip(needed, order.split(needed), strict=True)):
+            context, queries = self.contexts[index], self.queries[index]
+            oldest = max(0, context - queries - self.window + 1) if self.window else 0
+            skipped = oldest // self.block
+            tables[index, skipped:count] = blocks[skipped:].int()
+            slots = (blocks[:, None] * self.block + torch.arange(self.block)).flatten()[oldest:context]
+            for seed, pool in ((10 + index, k_cache), (50 + index, v_cache)):
+                pool.view(-1, self.kv_heads, self.dim)[slots] = site.random(
+                    seed, context - oldest, self.kv_heads, self.dim
+                ).float()
+        return k_cache, v_cache, tables
+
+    def attend(self, *tensors: Any) -> Tensor:
+        *inputs, device, dtype = tensors
+        q, k_cache, v_cache, tables, starts, lengths = (
+            tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype) for tensor in inputs
+        )
+        layout = attention.SliceLayout(starts, lengths, self.queries, self.contexts)
+        plan = attention.plan_attention(layout, tables, k_cache, self.window)
+        return attention.paged_attention(q, k_cache, v_cache, plan, self.dim**-0.5)
+
+
+CASES: Mapping[str, Case] = {
+    "norm of heads": norm_of_heads,
+    "norm with residual": norm_with_residual,
+    "norm, then add": norm_then_add,
+    "gated activations": gated_activations,
+    "embedding of one shard": embedding_of_one_shard,
+    "rotary embedding": rotary_embedding,
+    "writes into the cache": writes_into_the_cache,
+    "decode": Attend(9, 3, 16, (1, 1, 1), (1, 17, 70)),
+    "decode, split": Attend(6, 2, 64, (1, 1, 1), (1, 300, 700)),
+    "decode, split, window": Attend(6, 2, 64, (1, 1, 1), (300, 150, 700), window=200),
+    "decode, window": Attend(8, 1, 32, (1, 1, 1), (1, 17, 70), window=5),
+    "prefill": Attend(6, 2, 16, (17, 5, 33), (17, 9, 70)),
+    "prefill, window": Attend(4, 2, 24, (40, 5, 64), (100, 17, 64), window=20, block=8),
+    "mixed": Attend(16, 1, 16, (1, 5, 1, 37, 1), (90, 17, 70, 150, 1), window=33),
+    "mixed, group of 3": Attend(9, 3, 16, (1, 20, 1, 9), (50, 20, 16, 60)),
+}
