@@ -16,15 +16,11 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Layers that keep every token. `kv_heads` counts the heads on one rank.
-
-    `readers` are (layer, owner): a layer outside the group that reads the K and V of one inside, and stores none.
-    """
+    """Layers that keep every token. `kv_heads` counts the heads on one rank."""
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
-    readers: tuple[tuple[int, int], ...] = ()
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of K and V that one token takes on one rank."""
@@ -33,13 +29,12 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Layers in which a token sees itself and the `window - 1` tokens before it. `readers` as in `Full`."""
+    """Layers in which a token sees itself and the `window - 1` tokens before it."""
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     window: int
-    readers: tuple[tuple[int, int], ...] = ()
 
     def bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of K and V that one token takes on one rank, while it is inside the window."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,15 @@ class Blueprint:
 
     def capacities(self, budget_bytes: int) -> tuple[GroupCapacity, ...]:
         """The pools of one rank within a budget. Raises ConfigError where one whole context does not fit."""
-        request = CapacityRequest(
+        return divide_budget(self._request, budget_bytes)
+
+    def kv_bytes(self, capacities: Sequence[GroupCapacity]) -> int:
+        """The pools of one rank in bytes."""
+        return sum(capacity.num_blocks * self._request.block_bytes(capacity.group) for capacity in capacities)
+
+    @property
+    def _request(self) -> CapacityRequest:
+        return CapacityRequest(
             groups=self.groups,
             dtype_bytes=self.torch_dtype.itemsize,
             block_size=self.block_size,
@@ -77,7 +85,6 @@ class Blueprint:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
-        return divide_budget(request, budget_bytes)
 
     def source(self, rank: int, device: torch.device) -> TensorSource:
         """One rank's view of the weights, for its own thread."""

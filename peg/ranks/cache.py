@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from peg.kernels.cache import write_kv
+from peg.models.inputs import LayerCache
 from peg.plan import GroupCapacity, Recurrent
 
 
@@ -55,18 +56,28 @@ class PagedCache:
         self._digest.stored(self._layer, slots)
 
 
+class _NoCache:
+    """Stands for a layer that stores nothing, as it reads another's K and V: whoever looks here has a bug."""
+
+    @property
+    def k(self) -> Tensor:
+        raise AssertionError("this layer has no cache of its own")
+
+    v = k
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        raise AssertionError("this layer has no cache of its own")
+
+
 def make_caches(
-    capacities: Sequence[GroupCapacity], block_size: int, dtype: torch.dtype, digest: WriteDigest
-) -> list[PagedCache]:
-    """Allocate the pools of one rank; one entry per layer. A layer that reads another's K and V gets its object."""
-    caches: dict[int, PagedCache] = {}
+    capacities: Sequence[GroupCapacity], num_layers: int, block_size: int, dtype: torch.dtype, digest: WriteDigest
+) -> list[LayerCache]:
+    """Allocate the pools of one rank; one entry per layer."""
+    caches: list[LayerCache] = [_NoCache()] * num_layers
     for capacity in capacities:
         group = capacity.group
         assert not isinstance(group, Recurrent), "refused when the blueprint was drawn"
         shape = (capacity.num_blocks, block_size, group.kv_heads, group.head_dim)
         for layer in group.layers:
             caches[layer] = PagedCache(layer, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), digest)
-        for layer, owner in group.readers:
-            caches[layer] = caches[owner]
-    assert sorted(caches) == list(range(len(caches))), f"layers without a cache: {sorted(caches)}"
-    return [caches[layer] for layer in range(len(caches))]
+    return caches

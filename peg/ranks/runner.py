@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from peg.checkpoint.source import TensorSource, shard_size
+from peg.checkpoint.source import shard_size
 from peg.models.comm import Communicator
 from peg.models.family import Model
 from peg.models.inputs import LayerCache
@@ -17,6 +17,7 @@ from peg.ranks.blueprint import Blueprint
 from peg.ranks.cache import WriteDigest, make_caches
 from peg.ranks.inputs import build_inputs, padding_inputs
 from peg.ranks.logprobs import Scorer, Target
+from peg.ranks.machine import kv_budget_bytes
 from peg.ranks.rows import SamplingRows
 from peg.ranks.sampling import Draw, Sampler
 from peg.ranks.tables import RowTables
@@ -35,13 +36,14 @@ class Runner:
     """One rank without its thread, which owns it.
 
     It is made in this order: `connect`, `load`, `make_cache`, `warm_up`; then it runs steps. A later `connect` begins
-    a new epoch with empty rows; weights and pools stay. `enter` is told of every phase.
+    a new epoch with empty rows; weights and pools stay. `enter` is told of every phase. `kv_budget_bytes` is what
+    loading has left for this rank's pools.
     """
 
     def __init__(self, blueprint: Blueprint, rank: int, enter: Callable[[StepPhase], None]) -> None:
         self.rank = rank
         self.caches: list[LayerCache] = []
-        self.source: TensorSource | None = None
+        self.kv_budget_bytes = 0
         self._blueprint = blueprint
         self._enter = enter
         config = blueprint.family_config
@@ -66,13 +68,15 @@ class Runner:
 
     def load(self) -> None:
         """Read this rank's weights and build the model."""
-        self.source = self._blueprint.source(self.rank, torch.device("cpu"))
-        self._model = self._blueprint.family.load(self._blueprint.family_config, self.source)
+        plan = self._blueprint
+        self._model = plan.family.load(plan.family_config, plan.source(self.rank, torch.device("cpu")))
+        self.kv_budget_bytes = kv_budget_bytes(plan.world_size)
 
     def make_cache(self, capacities: Sequence[GroupCapacity]) -> None:
         """Allocate the pools."""
         plan = self._blueprint
-        self.caches = list(make_caches(capacities, plan.block_size, plan.torch_dtype, self._digest))
+        layers = plan.family_config.num_layers
+        self.caches = make_caches(capacities, layers, plan.block_size, plan.torch_dtype, self._digest)
 
     def warm_up(self) -> None:
         """Run the model on padding tokens, as a chunk and as one token, and sample from what comes out."""

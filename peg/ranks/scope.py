@@ -15,14 +15,14 @@ class Scope(enum.StrEnum):
     ENGINE = "engine"
 
 
-def failure_scope(*, has_decode: bool, phase: StepPhase, world_size: int, error: BaseException) -> Scope:
-    """The scope of an exception on a rank during a step.
+def failure_scope(*, has_decode: bool, phase: str, world_size: int, error: BaseException) -> Scope:
+    """The scope of an exception on a rank during a step; `phase` is its heartbeat's.
 
-    With peers, whatever stops one rank leaves the others in a collective: engine. So does what happens while the
-    plan's rows and tables are applied, since the rank no longer knows them; what a decode slice was in; what the
-    communicator said; and what is no ordinary exception.
+    With peers, whatever stops one rank leaves the others in a collective: engine. So does a failure before the
+    forward, when the rank no longer knows its rows and tables; one of a step with a decode slice; what the communicator
+    says; and what is no ordinary exception.
     """
     ordinary = isinstance(error, Exception) and not isinstance(error, CommAborted | CommMismatch | RankDiverged)
     alone = world_size == 1
-    prefill_only = not has_decode and phase is not StepPhase.ROWS
-    return Scope.REQUEST if ordinary and alone and prefill_only else Scope.ENGINE
+    own_work = phase in (StepPhase.FORWARD, StepPhase.SCORE, StepPhase.SAMPLE)
+    return Scope.REQUEST if ordinary and alone and own_work and not has_decode else Scope.ENGINE

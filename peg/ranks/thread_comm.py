@@ -59,8 +59,30 @@ class Rendezvous:
         for bell in self._bells:
             _ring(bell)
 
-    def arrive(self, rank: int, call: Call, tensors: tuple[Tensor, ...] = ()) -> bool:
-        """Come to a collective; whether this rank is the last, which must `finish` while the others `wait`."""
+    def meet(
+        self,
+        rank: int,
+        call: Call,
+        tensors: tuple[Tensor, ...] = (),
+        work: Callable[[PutDown], None] | None = None,
+        timeout_s: float | None = None,
+        entered: Callable[[], None] | None = None,
+    ) -> None:
+        """Return once every rank is here, and the last to arrive has done `work` on what all put down.
+
+        `entered` is called on arrival. Raises CommAborted, CommMismatch, and TimeoutError after `timeout_s`, which
+        aborts the group.
+        """
+        last = self._arrive(rank, call, tensors)
+        if entered is not None:
+            entered()
+        if last:
+            self._finish(rank, work)
+        else:
+            self._wait(rank, timeout_s)
+
+    def _arrive(self, rank: int, call: Call, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether this rank is the last, which must finish while the others wait."""
         with self._mutex:
             if self._reason is not None:
                 raise CommAborted(self._reason)
@@ -68,15 +90,15 @@ class Rendezvous:
             self._arrived = (self._arrived + 1) % self.world_size
             return self._arrived == 0
 
-    def wait(self, rank: int, timeout_s: float | None = None) -> None:
-        """Sleep until the last has finished. A wait of over `timeout_s` aborts the group and raises TimeoutError."""
+    def _wait(self, rank: int, timeout_s: float | None) -> None:
+        """Sleep until the last has finished."""
         if not self._bells[rank].acquire(timeout=-1 if timeout_s is None else timeout_s):
             message = f"rank {rank} waited over {timeout_s:g} s for the others in {self._calls[rank][0]}"
             self.abort(message)
             raise TimeoutError(message)
         self._check()
 
-    def finish(self, rank: int, work: Callable[[PutDown], None] | None) -> None:
+    def _finish(self, rank: int, work: Callable[[PutDown], None] | None) -> None:
         """Compare what all asked for, do `work` on what they put down, wake them."""
         for other, call in enumerate(self._calls):
             if call != self._calls[0]:
@@ -129,7 +151,7 @@ class ThreadComm:
         self._collective(call, (tensor,), lambda put_down: _spread(put_down, root))
 
     def barrier(self, deadline_s: float) -> None:
-        self._collective(("barrier",), (), None, deadline_s)
+        self._rendezvous.meet(self.rank, ("barrier",), timeout_s=deadline_s, entered=self.entered)
 
     def poll(self) -> str | None:
         return self._rendezvous.reason
@@ -142,20 +164,8 @@ class ThreadComm:
         self._rendezvous = Rendezvous(self.world_size, self.epoch)
         self._rendezvous.abort("the communicator is closed")
 
-    def _collective(
-        self,
-        call: Call,
-        tensors: tuple[Tensor, ...],
-        work: Callable[[PutDown], None] | None,
-        timeout_s: float | None = None,
-    ) -> None:
-        last = self._rendezvous.arrive(self.rank, call, tensors)
-        if self.entered is not None:
-            self.entered()
-        if last:
-            self._rendezvous.finish(self.rank, work)
-        else:
-            self._rendezvous.wait(self.rank, timeout_s)
+    def _collective(self, call: Call, tensors: tuple[Tensor, ...], work: Callable[[PutDown], None]) -> None:
+        self._rendezvous.meet(self.rank, call, tensors, work, entered=self.entered)
 
 
 def _ring(bell: threading.Lock) -> None:

@@ -1,0 +1,329 @@
+"""The ranks of one engine, together: started, driven, compared, wound up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from peg.config import EngineConfig
+from peg.errors import CommAborted, ConfigError, InvalidRequest, RankError, UsageError
+from peg.plan import (
+    Cause,
+    CauseKind,
+    Connect,
+    EngineInfo,
+    FailureCallback,
+    Fault,
+    GroupCapacity,
+    Heartbeat,
+    LoadWeights,
+    MakeCache,
+    RankCommand,
+    Shutdown,
+    StepOutcome,
+    StepPlan,
+    WarmUp,
+)
+from peg.ranks.blueprint import Blueprint, draw_blueprint
+from peg.ranks.faults import RankComm, RankFaults
+from peg.ranks.rank import Rank
+from peg.ranks.solo_comm import SoloComm
+from peg.ranks.thread_comm import Rendezvous, ThreadComm
+from peg.ranks.tickets import Answer, Ticket
+
+_ABORT_S = 1.0
+_JOIN_S = 2.0
+
+
+@dataclass(slots=True)
+class _Lockstep:
+    """One command that every rank carries out before any gets the next. Guarded by the group's lock."""
+
+    waiting: set[int]
+    over: threading.Event = field(default_factory=threading.Event)
+    error: UsageError | RankError | None = None
+
+    def end(self, error: UsageError | RankError | None = None) -> None:
+        self.error = self.error or error
+        self.over.set()
+
+
+class RankGroup:
+    """Drives all ranks alike: whatever one gets, all get, in the same order, before anyone is waited for.
+
+    `start` and `rebuild` run on a thread that may wait, `run` on the loop, `connect` to `failed` on the ranks'
+    threads, all else on any. What several of them touch is guarded by `_lock`, which is held for a few assignments.
+
+    `on_result` is called on the thread of the last rank to end a step, once a step, in the order of the plans, and
+    only while `may_publish` says so of its epoch and no communicator reports an error. `on_failure` may be called
+    by any rank's thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_result: Callable[[StepOutcome], None],
+        on_failure: FailureCallback,
+        may_publish: Callable[[int], bool],
+    ) -> None:
+        self._config = config
+        self._world_size = config.tensor_parallel_size
+        self._on_result = on_result
+        self._on_failure = on_failure
+        self._may_publish = may_publish
+        self._lock = threading.Lock()
+        self._ranks: tuple[Rank, ...] = ()
+        self._rendezvous = Rendezvous(self._world_size, 0)
+        self._comms: dict[int, RankComm] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._lockstep: _Lockstep | None = None
+        self._aborts: tuple[threading.Thread, ...] = ()
+        self._reason: str | None = None  # of the poison; no step runs any more
+        self._closing = False
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    def start(self, deadline_s: float) -> EngineInfo:
+        """Start the threads and load the model, all ranks phase by phase.
+
+        Raises UsageError where the checkpoint or the configuration is at fault. Where a rank failed or was late,
+        `on_failure` is called and RankError raised. Whatever is raised, the threads are told to end.
+        """
+        clock = _Clock(deadline_s)
+        blueprint = draw_blueprint(self._config)
+        clock.lap("validate")
+        try:
+            self._start_threads(blueprint)
+            self._all_do(Connect(0), clock.left_s)
+            self._all_do(LoadWeights(), clock.left_s)
+            clock.lap("load")
+            capacities = blueprint.capacities(self._kv_budget_bytes())
+            self._all_do(MakeCache(capacities), clock.left_s)
+            self._all_do(WarmUp(), clock.left_s)
+            clock.lap("warm up")
+        except (UsageError, RankError) as error:
+            self.close(_JOIN_S, reason=f"the start failed: {error}")
+            raise
+        return self._describe(blueprint, capacities, clock)
+
+    def rebuild(self, epoch: int, deadline_s: float) -> None:
+        """Begin a new epoch after a failure: new communicators, empty rows; weights and pools stay.
+
+        Raises RankError where a rank does not come back to its queue in time, or its communicator to life.
+        """
+        with self._lock:
+            self._rendezvous = Rendezvous(self._world_size, epoch)
+            self._comms, self._aborts, self._reason = {}, (), None
+        self._all_do(Connect(epoch), deadline_s)
+
+    def close(self, deadline_s: float, reason: str = "the ranks are closed") -> bool:
+        """End the threads, after the steps that are out if that is quick; whether all have ended."""
+        if self.join(deadline_s if self._reason is None else 0.0):
+            return True
+        self.abort(reason, _ABORT_S)
+        return self.join(_JOIN_S)
+
+    def join(self, deadline_s: float) -> bool:
+        """Let every thread end once its queue is empty; whether all did in time, helpers included."""
+        with self._lock:
+            ranks, first = self._ranks, not self._closing
+            self._closing = True
+        if first:
+            for rank in ranks:
+                rank.put(Shutdown())
+        threads = (*(rank.thread for rank in ranks), *self._aborts)
+        return _join(threads, deadline_s)
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def run(self, plan: StepPlan) -> None:
+        """Put a step into every rank's queue. Never blocks; after `poison` it does nothing."""
+        with self._lock:
+            if self._reason is not None or self._closing:
+                return
+            self._tickets[plan.step] = Ticket(self._world_size)
+        self._put(plan)
+
+    def inject(self, fault: Fault) -> None:
+        """Arm a fault. Raises InvalidRequest for a rank that is not there, ConfigError if injection is off."""
+        if not self._config.enable_fault_injection:
+            raise ConfigError("faults can be injected only with --enable-fault-injection")
+        if not 0 <= fault.rank < len(self._ranks):
+            raise InvalidRequest(f"rank {fault.rank}: must be 0 to {len(self._ranks) - 1}", "rank")
+        faults = self._ranks[fault.rank].faults
+        assert faults is not None
+        faults.add(fault)
+
+    # --- what the supervisor needs ----------------------------------------------------------------------
+
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
+        """Where each rank is."""
+        return tuple(rank.heartbeat() for rank in self._ranks)
+
+    def dead_rank(self) -> int | None:
+        """A rank whose thread has ended although nobody asked it to."""
+        dead = [rank.rank for rank in self._ranks if not rank.thread.is_alive()]
+        return dead[0] if dead and not self._closing else None
+
+    def poll(self) -> str | None:
+        """The error of a communicator; None while all is well, and once the group is being closed."""
+        if self._closing:
+            return None
+        return next((reason for comm in tuple(self._comms.values()) if (reason := comm.poll())), None)
+
+    def poison(self, reason: str) -> None:
+        """No rank takes another step, nothing is published; a start that waits ends. The first reason stays."""
+        with self._lock:
+            if self._reason is None:
+                self._reason = reason
+            self._tickets.clear()
+            if self._lockstep is not None:
+                self._lockstep.end(RankError(reason))
+            epoch, ranks = self._rendezvous.epoch, self._ranks
+        for rank in ranks:
+            rank.poison(epoch)
+
+    def abort(self, reason: str, deadline_s: float) -> bool:
+        """Poison, and abort every communicator, each once and on a thread of its own; whether all came back."""
+        self.poison(reason)
+        with self._lock:
+            if not self._aborts:
+                self._aborts = tuple(
+                    threading.Thread(target=comm.abort, args=(reason,), name=f"peg-abort-{rank}", daemon=False)
+                    for rank, comm in self._comms.items()
+                )
+                for helper in self._aborts:
+                    helper.start()
+            helpers = self._aborts
+        return _join(helpers, deadline_s)
+
+    # --- what the ranks tell ----------------------------------------------------------------------------
+
+    def connect(self, rank: int, epoch: int) -> RankComm:
+        """See `RankListener`."""
+        with self._lock:
+            if self._reason is not None or epoch != self._rendezvous.epoch:
+                raise CommAborted(self._reason or f"epoch {epoch} is over")
+            comm = SoloComm(epoch) if self._world_size == 1 else ThreadComm(self._rendezvous, rank)
+            self._comms[rank] = comm
+            return comm
+
+    def done(self, rank: int) -> None:
+        """See `RankListener`."""
+        with self._lock:
+            if self._lockstep is not None:
+                self._lockstep.waiting.discard(rank)
+                if not self._lockstep.waiting:
+                    self._lockstep.end()
+
+    def answered(self, rank: int, answer: Answer) -> None:
+        """See `RankListener`. The last answer to a step publishes it, or finds that the ranks differ."""
+        with self._lock:
+            ticket = self._tickets.get(answer.step)
+            if ticket is None or not ticket.add(rank, answer):
+                return
+            del self._tickets[answer.step]
+        outcome = ticket.conclude()
+        if isinstance(outcome, Cause):
+            self._on_failure(outcome)
+        elif self.poll() is None and self._may_publish(outcome.epoch):
+            self._on_result(outcome)
+
+    def failed(self, cause: Cause, usage: UsageError | None) -> None:
+        """See `RankListener`."""
+        with self._lock:
+            starting = self._lockstep
+            if starting is not None:
+                cause = replace(cause, kind=CauseKind.STARTUP_FAILED)
+                starting.end(usage or RankError(str(cause)))
+        if usage is None:
+            self._on_failure(cause)
+
+    # --- helpers ----------------------------------------------------------------------------------------
+
+    def _put(self, command: RankCommand) -> None:
+        """The one place that drives ranks: all of them, before anyone is waited for."""
+        for rank in self._ranks:
+            rank.put(command)
+
+    def _start_threads(self, blueprint: Blueprint) -> None:
+        inject = self._config.enable_fault_injection
+        ranks = tuple(Rank(blueprint, rank, self, RankFaults() if inject else None) for rank in range(self._world_size))
+        with self._lock:
+            if self._closing:
+                raise RankError("closed before it was started")
+            for rank in ranks:
+                rank.thread.start()
+            self._ranks = ranks
+
+    def _all_do(self, command: RankCommand, within_s: float) -> None:
+        """Let every rank carry out a command, and wait for all."""
+        lockstep = _Lockstep(set(range(self._world_size)))
+        with self._lock:
+            if self._reason is not None:
+                raise RankError(self._reason)
+            self._lockstep = lockstep
+        self._put(command)
+        in_time = lockstep.over.wait(within_s)
+        with self._lock:
+            self._lockstep = None
+        if lockstep.error is not None:
+            raise lockstep.error
+        if not in_time:
+            late = ", ".join(str(rank) for rank in sorted(lockstep.waiting))
+            message = f"{type(command).__name__} took over {within_s:.1f} s on rank {late}"
+            self._on_failure(Cause(kind=CauseKind.STARTUP_DEADLINE, message=message, phase=type(command).__name__))
+            raise RankError(message)
+
+    def _kv_budget_bytes(self) -> int:
+        """What the pools of one rank may take: the same on all, as much as the poorest has."""
+        return self._config.kv_cache_memory_bytes or min(rank.runner.kv_budget_bytes for rank in self._ranks)
+
+    def _describe(self, blueprint: Blueprint, capacities: tuple[GroupCapacity, ...], clock: _Clock) -> EngineInfo:
+        return EngineInfo(
+            architecture=blueprint.directory.architecture,
+            world_size=self._world_size,
+            devices=("cpu",) * self._world_size,
+            communicator=self._comms[0].kind,
+            dtype=blueprint.dtype,
+            vocab_size=blueprint.family_config.vocab_size,
+            eos_token_ids=blueprint.directory.eos_token_ids,
+            forbidden_token_ids=blueprint.family_config.forbidden_token_ids,
+            max_model_len=blueprint.max_model_len,
+            block_size=blueprint.block_size,
+            max_num_seqs=blueprint.max_num_seqs,
+            max_num_batched_tokens=blueprint.max_num_batched_tokens,
+            groups=capacities,
+            parameters=blueprint.parameters,
+            weight_bytes=blueprint.parameters * blueprint.torch_dtype.itemsize,
+            kv_bytes=blueprint.kv_bytes(capacities) * self._world_size,
+            load_times_s=tuple(clock.laps),
+        )
+
+
+def _join(threads: Sequence[threading.Thread], deadline_s: float) -> bool:
+    """Wait for threads to end; whether all did."""
+    clock = _Clock(deadline_s)
+    for thread in threads:
+        thread.join(clock.left_s)
+    return not any(thread.is_alive() for thread in threads)
+
+
+class _Clock:
+    """Time left until a deadline, and how long things took."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._started_s = self._lap_s = time.monotonic()
+        self._deadline_s = deadline_s
+        self.laps: list[tuple[str, float]] = []
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._started_s + self._deadline_s - time.monotonic())
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps.append((name, now - self._lap_s))
+        self._lap_s = now
