@@ -15,12 +15,6 @@ from peg.server.stream import STREAM, EventStream
 log = structlog.get_logger("peg.server")
 
 _RETRY_AFTER = {"Retry-After": "1"}
-_HTTP_CODES = {
-    404: "route_not_found",
-    405: "method_not_allowed",
-    413: "body_too_large",
-    415: "unsupported_media_type",
-}
 
 
 class ApiError(Exception):
@@ -63,7 +57,7 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, code, message, param)
 
 
-def as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception, request: web.Request) -> ApiError:
     """What a client is told about `error`. Anything unforeseen is a 500 that gives nothing away."""
     match error:
         case ApiError():
@@ -74,17 +68,19 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(429, "queue_full", str(error), headers=_RETRY_AFTER)
         case EngineUnavailable():
             return ApiError(503, "engine_unavailable", str(error), headers=_RETRY_AFTER)
+        case web.HTTPNotFound():
+            return ApiError(404, "route_not_found", f"there is no route {request.path}")
+        case web.HTTPMethodNotAllowed():
+            allow = ", ".join(sorted(error.allowed_methods))
+            message = f"{request.path} takes {allow}, not {request.method}"
+            return ApiError(405, "method_not_allowed", message, headers={"Allow": allow})
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, "body_too_large", error.text or error.reason)
         case web.HTTPException():
-            return _from_aiohttp(error)
+            return ApiError(error.status, "http_error", error.reason)
         case _:
-            log.error("unforeseen error in a handler", exc_info=error)
+            log.error("unforeseen error in a handler", path=request.path, exc_info=error)
             return ApiError(500, "internal_error", "the server made a mistake; its log has the details")
-
-
-def _from_aiohttp(error: web.HTTPException) -> ApiError:
-    code = _HTTP_CODES.get(error.status, "http_error")
-    allow = error.headers.get("Allow")
-    return ApiError(error.status, code, error.reason, headers={"Allow": allow} if allow else None)
 
 
 @web.middleware
@@ -95,7 +91,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except ConnectionError:  # the client has left: nobody is there to be told
         raise
     except Exception as error:  # the one broad except of the server: every error has the same shape
-        answer = as_api_error(error)
+        answer = as_api_error(error, request)
         stream: EventStream | None = request.get(STREAM)
         if stream is not None and stream.begun:
             return await stream.fail(answer.body())

@@ -95,7 +95,7 @@ class Server:
 
     @property
     def group(self) -> EchoGroup:
-        group = self.service.engine._group
+        group: Any = self.service.engine._group
         assert isinstance(group, EchoGroup)
         return group
 
@@ -180,7 +180,7 @@ def serving(
     host: str = "127.0.0.1",
     deadlines: Deadlines | None = None,
     wait_ready: bool = True,
-    prepare: Callable[[EchoGroup], None] = lambda group: None,
+    prepare: Callable[[EchoGroup], None] | None = None,
 ) -> Iterator[Server]:
     """A server while the body runs; afterwards it is stopped, and its thread must have ended."""
     with socket.create_server((host, 0)) as sock:
@@ -193,7 +193,8 @@ def serving(
             engine = Engine(engine_config, deadlines, RecordedEnd())
             service = Service(engine, engine_config, config or ServerConfig(), sock.getsockname()[:2])
             server = Server(service, asyncio.get_running_loop(), stop, threading.current_thread(), codes)
-            prepare(server.group)
+            if prepare is not None:
+                prepare(server.group)
             started.append(server)
             async with listening(service, sock):
                 ready.set()
