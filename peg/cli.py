@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,80 @@ def _check_doors(config: EngineConfig, server: ServerConfig, listener: socket.so
     host = listener.getsockname()[0]
     if config.enable_fault_injection and server.admin_key is None and not ipaddress.ip_address(host).is_loopback:
         raise ConfigError(f"--enable-fault-injection: on {host}, which is no loopback address, it needs --admin-key")
+
+
+@cli.command()
+@engine_flags
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object instead of lines.")
+def check(model: str, devices: str | None, as_json: bool, **flags: Any) -> None:
+    """Say what running MODEL would take: its config, its tensors, its memory. Reads no weights.
+
+    Every tensor that the config calls for is compared with the headers of the weight files. What is wrong is listed
+    whole, and the exit code is 2.
+    """
+    config = _engine_config(model, devices, flags)
+    _set_up(devices)
+    report = _plan(_find_model(config))
+    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(_told(report)))
+    if report["weight_bytes"] + report["kv_bytes"] > report["free_memory_bytes"]:
+        raise ConfigError(f"{model}: weights and KV cache do not fit into free memory")
+
+
+def _plan(config: EngineConfig) -> dict[str, Any]:
+    from peg.ranks.blueprint import draw_blueprint
+    from peg.ranks.machine import free_memory_bytes, kv_budget_bytes
+
+    blueprint = draw_blueprint(config)
+    free = free_memory_bytes()
+    budget = config.kv_cache_memory_bytes or kv_budget_bytes(config.tensor_parallel_size)
+    pools = blueprint.capacities(budget)
+    return {
+        "model": config.model,
+        "model_dir": str(config.model_dir),
+        "architecture": blueprint.directory.architecture,
+        "tensors": None if blueprint.stored is None else len(blueprint.stored),
+        "parameters": blueprint.parameters,
+        "dtype": blueprint.dtype,
+        "ranks": blueprint.world_size,
+        "max_model_len": blueprint.max_model_len,
+        "max_num_seqs": blueprint.max_num_seqs,
+        "max_num_batched_tokens": blueprint.max_num_batched_tokens,
+        "block_size": blueprint.block_size,
+        "weight_bytes": blueprint.parameters * blueprint.torch_dtype.itemsize,
+        "kv_budget_bytes_per_rank": budget,
+        "kv_bytes": blueprint.kv_bytes(pools) * blueprint.world_size,
+        "kv_groups": [
+            {"kind": type(pool.group).__name__, **asdict(pool.group), "num_blocks": pool.num_blocks}
+            | {"bytes_per_block": blueprint.kv_bytes([replace(pool, num_blocks=1)])}
+            for pool in pools
+        ],
+        "free_memory_bytes": free,
+    }
+
+
+def _told(plan: Mapping[str, Any]) -> Iterator[str]:
+    """The plan for people, with its arithmetic."""
+    yield f"{plan['model']}: {plan['architecture']} in {plan['model_dir']}"
+    yield f"tensors      {plan['tensors'] or 'not looked for: the weights are random'}"
+    yield f"weights      {plan['parameters']:,} parameters in {plan['dtype']}: {_mib(plan['weight_bytes'])}"
+    yield f"ranks        {plan['ranks']} on the CPU"
+    yield (
+        f"limits       context {plan['max_model_len']} tokens, {plan['max_num_seqs']} sequences at a time, "
+        f"{plan['max_num_batched_tokens']} tokens in one step"
+    )
+    for group in plan["kv_groups"]:
+        window = f", window {group['window']}" if "window" in group else ""
+        yield (
+            f"KV cache     each rank: {group['kind']}, {len(group['layers'])} layers, {group['kv_heads']} heads of "
+            f"{group['head_dim']}{window}: {group['num_blocks']} blocks of {plan['block_size']} tokens, "
+            f"{group['bytes_per_block']:,} bytes each, make {_mib(group['num_blocks'] * group['bytes_per_block'])}"
+        )
+    yield f"budget       {_mib(plan['kv_budget_bytes_per_rank'])} of KV cache on each rank"
+    yield f"memory       {_mib(plan['weight_bytes'] + plan['kv_bytes'])} of {_mib(plan['free_memory_bytes'])} free"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.1f} MiB"
 
 
 @cli.command("import")
