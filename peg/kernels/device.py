@@ -10,6 +10,6 @@ def on_cpu(kernel: str, tensor: Tensor) -> bool:
 
     A tensor is never moved, and a CUDA tensor never falls back on the reference.
     """
-    if tensor.device.type not in {"cpu", "cuda"}:
+    if not tensor.is_cpu and not tensor.is_cuda:
         raise NotImplementedError(f"{kernel} has no kernel for {tensor.device.type}")
     return tensor.is_cpu

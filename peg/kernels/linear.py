@@ -25,11 +25,16 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """The reference, and what CUDA and fp32 use. weight [N, K]."""
+    """The reference, and what CUDA, fp32 and tied heads use. weight [N, K].
+
+    One bf16 row on a CPU is a matrix times a vector, for which PyTorch has quicker code (measured: 1.2 to 1.5 times).
+    """
 
     weight: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cpu and x.dtype == torch.bfloat16 and x.shape[0] == 1:
+            return torch.mv(self.weight, x[0])[None]
         return functional.linear(x, self.weight)
 
 

@@ -36,10 +36,10 @@ def add_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
 def rms_norm_fp32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Give x · rsqrt(mean(x²) + eps) · weight in fp32, rounded once to x's dtype (Gemma).
 
-    x [..., D]; weight float32 [D]: Gemma 4's w, or 1 + w for Gemma 3. Returns x's shape and dtype.
+    x [..., D]; weight [D] in any dtype: Gemma 4's w, or 1 + w in fp32 for Gemma 3. Returns x's shape and dtype.
     """
     if on_cpu("rms_norm_fp32", x):
-        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+        return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     return _norm(x, weight, eps, _ROUND_LAST)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -69,5 +69,5 @@ class Family(Protocol):
         """The layers that cache alike. Raises ConfigError, with the arithmetic, if the heads do not divide."""
 
     @classmethod
-    def load(cls, config: Any, source: TensorSource) -> Self:
+    def load(cls, config: Any, source: TensorSource) -> Model:
         """Read one rank's weights into their final form."""

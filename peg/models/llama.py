@@ -85,6 +85,9 @@ class Llama:
         head_dim = fields.optional_integer("head_dim")
         if head_dim is None and hidden % heads:
             raise fields.error("num_attention_heads", f"without head_dim, hidden_size {hidden} must divide by it")
+        head_dim = head_dim or hidden // heads
+        if head_dim % 2:
+            raise fields.error("head_dim", "must be even")
         return LlamaConfig(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden,
@@ -92,7 +95,7 @@ class Llama:
             num_layers=fields.integer("num_hidden_layers"),
             query_heads=heads,
             kv_heads=kv_heads,
-            head_dim=head_dim or hidden // heads,
+            head_dim=head_dim,
             norm_eps=fields.number("rms_norm_eps"),
             max_positions=fields.integer("max_position_embeddings"),
             tied=fields.boolean("tie_word_embeddings", default=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,7 @@ class Driver:
             group for group in family.kv_groups(self.config, world_size) if isinstance(group, Full | SlidingWindow)
         ]
         self.block, self.world_size, self.dtype = block, world_size, dtype
+        self._blocks = 2048 // block
         stored = open_weights(directory, family.manifest(self.config))
         cpu = torch.device("cpu")
         self.models: list[Model] = [
@@ -75,9 +77,8 @@ class Driver:
         random.Random(0).shuffle(free)
         self.free = [list(free) for _ in self.groups]
         self.sequences: dict[int, Row] = {}
-        self.pool = ThreadPoolExecutor(world_size)
-
-    _blocks = 4096
+        cores = max(1, (os.cpu_count() or 1) // world_size)
+        self.pool = ThreadPoolExecutor(world_size, initializer=torch.set_num_threads, initargs=(cores,))
 
     def _make_caches(self) -> list[PoisonedCache]:
         nothing = torch.empty(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.parity.driver import Driver
 from tests.parity.reference import load_reference, reference_logits, save_random
 
 TOLERANCE = 1e-4
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "untied": {"num_key_value_heads": 4, "vocab_size": 101, "intermediate_size": 50},
     "wide heads": {"num_key_value_heads": 2, "head_dim": 24},
@@ -31,7 +32,7 @@ VARIANTS = {
         },
     },
 }
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
