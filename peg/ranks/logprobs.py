@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from peg.errors import RankError
 from peg.models.comm import Communicator
 from peg.plan import TokenLogprobs
 from peg.ranks.ordering import key_ids, key_logits, order_keys
 
-_CHUNK_BYTES = 32 << 20  # of logits; with all that is made of them under 200 MB
+_CHUNK_BYTES = 16 << 20  # of logits; with all that is made of them under 200 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Scorer:
         """Exact log-softmax before temperature, of one target a row; every rank gets the same numbers.
 
         `logits` gives float32 [rows, V/R] for some of the targets; it is asked chunk by chunk, so that memory stays
-        bounded. All ranks must call this alike.
+        bounded. All ranks must call this alike. Raises RankError where the logits are not finite.
         """
         scored: list[TokenLogprobs] = []
         for first in range(0, len(targets), self._chunk):
@@ -52,6 +54,8 @@ def _score(logits: Tensor, first_id: int, targets: Sequence[Target], comm: Commu
     top = _top(logits, first_id, max(target.top for target in targets), comm)
     top_logprobs = (key_logits(top).double() - logsumexp[:, None]).tolist()
     logprobs = (chosen.double() - logsumexp).tolist()
+    if not all(map(math.isfinite, logprobs)):
+        raise RankError("the logits of a scored token are not finite")
     return [
         TokenLogprobs(target.token_id, logprob, place, tuple(zip(ids[: target.top], values, strict=False)))
         for target, logprob, place, ids, values in zip(

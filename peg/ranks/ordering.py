@@ -14,9 +14,9 @@ _SIGN = 0x7FFFFFFF
 
 
 def order_keys(logits: Tensor, ids: Tensor) -> Tensor:
-    """int64 keys for float32 logits and int64 ids of one shape. NaN orders above everything."""
-    bits = logits.masked_fill(logits.isnan(), float("nan")).view(torch.int32)
-    return (_turn(bits).long() << 32).add_(_MASK - ids)
+    """int64 keys for float32 logits, none of them NaN, and int64 ids; shapes broadcast."""
+    bits = (logits + 0.0).view(torch.int32)  # −0 becomes 0, which it equals
+    return _turn(bits).long().bitwise_left_shift_(32) + (_MASK - ids)
 
 
 def key_ids(keys: Tensor) -> Tensor:

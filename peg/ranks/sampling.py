@@ -65,7 +65,7 @@ class Sampler:
                 scores = logits.clone()
             scores[noisy] = self._perturb(scores[noisy], [draws[row] for row in noisy])
         best, index = scores.max(dim=-1)
-        keys = order_keys(best, index + self._first_id)
+        keys = order_keys(best.masked_fill_(best.isnan(), float("inf")), index + self._first_id)
         gathered = keys.new_empty(comm.world_size, len(draws))
         comm.all_gather(gathered, keys)
         winners = gathered.amax(dim=0)
