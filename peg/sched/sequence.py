@@ -88,7 +88,7 @@ class Sequence:
             return Slice(self.seq_id, self.row, start, count, None, samples)
         ids = self._ids(start, stop)
         top = self.request.prompt_logprobs
-        if top is None or stop <= self.prompt_seen:
+        if top is None or min(stop, self.prompt_len) <= self.prompt_seen:
             return Slice(self.seq_id, self.row, start, count, ids, samples)
         targets = self.request.prompt_ids[start + 1 : stop + 1]
         return Slice(self.seq_id, self.row, start, count, ids, samples, targets, top)

@@ -18,8 +18,8 @@ from peg.plan import (
     Recurrent,
     SamplingParams,
     SequenceRequest,
-    SlidingWindow,
     Slice,
+    SlidingWindow,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -272,7 +272,7 @@ class FakeGroup:
                 break
             self.answer()
         stats = self.scheduler.stats()
-        assert not (stats.running or stats.waiting), f"nothing is out and nothing can be planned: {stats}"
+        assert (stats.running, stats.waiting) == (0, 0), f"nothing is out and nothing can be planned: {stats}"
         assert all(usage.used == 0 for usage in stats.groups), stats
 
     def used(self, group: int = 0) -> int:
