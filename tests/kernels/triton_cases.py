@@ -163,7 +163,7 @@ class Attend:
         out = self.attend(q, k_cache, v_cache, tables, starts, lengths, torch.device("cpu"), torch.float32)
         with site.kernels():
             result = self.attend(q, k_cache, v_cache, tables, starts, lengths, site.device, site.dtype)
-        site.check(result, out, roundings=2, absolute=2 * torch.finfo(site.dtype).eps + 1e-6)
+        site.check(result, out, roundings=2, absolute=2 * torch.finfo(site.dtype).eps + 1e-5)
 
     def pool(self, site: Site) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks in random order; table entries that are not read name a block that is not there."""
