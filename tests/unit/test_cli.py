@@ -15,7 +15,7 @@ import pytest
 from peg.__main__ import run
 from peg.checkpoint.packaged import PACKAGED_MODELS
 from peg.cli import cli
-from peg.flags import Size, engine_flags, server_flags
+from peg.commands.flags import Size, engine_flags, server_flags
 
 HEAVY = ("torch", "structlog", "aiohttp", "numpy", "tokenizers", "rich", "uvloop")
 

@@ -22,8 +22,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "peg": (),
     "peg.__main__": ("peg",),
     "peg.cli": ("peg",),
-    "peg.flags": ("peg.config", "peg.errors"),
-    "peg.terminal": (),
+    "peg.commands": ("peg",),
     "peg.server": ("peg.engine", "peg.text", "peg.plan", "peg.config", "peg.errors"),
     "peg.text": ("peg.errors",),
     "peg.engine": ("peg.supervisor", "peg.sched", "peg.ranks.group", "peg.plan", "peg.config", "peg.errors"),
@@ -43,8 +42,8 @@ OUTSIDE: Mapping[str, frozenset[str]] = {  # packages from outside that a zone m
 }
 HTTP = "aiohttp"  # only the server knows it
 CUDA_ONLY = frozenset({"cuda", "nccl"})  # packages that exist only with CUDA
-LIGHT = ("peg.__main__", "peg.cli", "peg.flags")  # --help is instant: at their top only these
-CLI_TOP = ("click", "peg.cli", "peg.flags", "peg.config", "peg.errors")  # and the standard library
+LIGHT = ("peg.__main__", "peg.cli", "peg.commands.flags")  # --help is instant: at their top only these
+CLI_TOP = ("click", "peg.cli", "peg.commands.flags", "peg.config", "peg.errors")  # and the standard library
 READ_ONLY = frozenset({"Mapping", "Sequence", "Set", "AbstractSet", "Collection", "Iterable"})
 MUTABLE = frozenset(
     {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count", "cycle"}
@@ -152,7 +151,7 @@ def imports_stand_at_the_top(source: Source) -> Iterator[str]:
 
 
 def the_command_line_is_light(source: Source) -> Iterator[str]:
-    if source.zone not in LIGHT:
+    if source.module not in LIGHT:
         return
     for node in at_module_level(source.tree):
         for _, target in imports(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():

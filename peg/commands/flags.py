@@ -89,6 +89,7 @@ def _together(*decorators: _Decorator) -> _Decorator:
     return apply
 
 
+MAX_TOKENS = 256
 NO_CUDA = "this version runs ranks on the CPU only"
 engine_flags = _together(
     click.argument("model"),
@@ -114,6 +115,18 @@ engine_flags = _together(
         help="TOML file of flags, without their dashes; the command line goes first.",
     ),
 )
+request_flags = _together(
+    click.argument("prompt"),
+    click.option("--chat", is_flag=True, help="Render PROMPT as a user's message with the model's chat template."),
+    click.option("--max-tokens", type=click.IntRange(min=1), help=f"Tokens to make at most. [default: {MAX_TOKENS}]"),
+    click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy. [default: the model's, else 1]"),
+    click.option("--top-k", type=click.IntRange(min=0), help="Only the k most likely tokens; 0 is all."),
+    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Only the likeliest that add up to p."),
+    click.option("--min-p", type=click.FloatRange(0, 1), help="Only those min-p times as likely as the likeliest."),
+    click.option("--ignore-eos", is_flag=True, help="Go on where the model would end."),
+    click.option("--token-ids", is_flag=True, help="Write token ids instead of text."),
+)
+REQUEST_FLAGS = ("prompt", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p", "ignore_eos", "token_ids")
 step_timeout = _flag(EngineConfig, "--step-timeout", "step_timeout_s", float, "Seconds that a step may take at most.")
 server_flags = _together(
     _flag(ServerConfig, "--host", "host", str, "Address to listen on."),
