@@ -12,9 +12,11 @@ from peg.checkpoint.rope import RopeParameters
 from peg.checkpoint.source import TensorSource, shard_size
 from peg.kernels.attention import AttentionPlan, SliceLayout, plan_attention
 from peg.kernels.linear import Linear, PlainLinear, pack
-from peg.kernels.rope import default_frequencies, llama3_frequencies
+from peg.kernels.rope import default_frequencies, llama3_frequencies, rope_angles
 from peg.models.heads import HeadShare
 from peg.models.inputs import LayerCache, StepInputs
+
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +34,49 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One rank's rows of the output projection; the last rows beyond `known` pad the vocabulary."""
+    """One rank's rows of the output projection; the last rows beyond `known` pad the vocabulary.
+
+    With a `softcap` c every logit z becomes c · tanh(z / c), in fp32.
+    """
 
     product: Linear
     known: int
+    softcap: float | None = None
 
     @classmethod
-    def tied(cls, source: TensorSource, embedding: Tensor, vocab_size: int) -> Self:
-        """Share the embedding's rows, which must stay readable one by one."""
-        return cls(PlainLinear(embedding), _known_ids(source, vocab_size))
-
-    @classmethod
-    def load(cls, source: TensorSource, name: str, vocab_size: int) -> Self:
-        return cls(pack(source.shard(name, 0)), _known_ids(source, vocab_size))
+    def load(cls, source: TensorSource, tied: Tensor | None, vocab_size: int, softcap: float | None = None) -> Self:
+        """Take `tied`, this rank's rows of the embedding (which must stay readable one by one), or lm_head.weight."""
+        product = PlainLinear(tied) if tied is not None else pack(source.shard("lm_head.weight", 0))
+        share = shard_size(vocab_size, source.world_size)
+        return cls(product, min(max(vocab_size - source.rank * share, 0), share), softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, M] to float32 [rows, V/R], the padding −inf."""  # noqa: D403
+        """Logits float32 [rows, V/R] of hidden [rows, M], the padding −inf."""
         logits = self.product(hidden).float()
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         logits[:, self.known :] = float("-inf")
         return logits
 
 
-def load_qkv(source: TensorSource, prefix: str, share: HeadShare, head_dim: int) -> Linear:
-    """This rank's heads of q, k and v as one weight [(H + 2G) · D, M]."""
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What the layers of one KV group share in one step: angles of its tokens, where K and V go, what is attended."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    plan: AttentionPlan
+
+
+def load_qkv(
+    source: TensorSource, prefix: str, share: HeadShare, head_dim: int, names: tuple[str, ...] = QKV
+) -> Linear:
+    """Load this rank's heads of `names` as one weight: for all three [(H + 2G) · D, M]."""
     query = _rows(share.first_query, share.query_heads, head_dim)
     kv = _rows(share.first_kv, share.kv_heads, head_dim)
-    parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
-    return pack(torch.cat([source.part(f"{prefix}.{name}.weight", 0, *rows) for name, rows in parts]))
+    rows = {name: query if name == "q_proj" else kv for name in names}
+    return pack(torch.cat([source.part(f"{prefix}.{name}.weight", 0, *rows[name]) for name in names]))
 
 
 def load_o(source: TensorSource, prefix: str, share: HeadShare, head_dim: int) -> Linear:
@@ -75,16 +93,15 @@ def rope_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
     return llama3_frequencies(frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, context)
 
 
-def plan_group(inputs: StepInputs, group: int, cache: LayerCache, window: int | None = None) -> AttentionPlan:
-    """The attention of one KV group in this step; `cache` is any of its layers'."""
+def begin_attention(
+    inputs: StepInputs, group: int, cache: LayerCache, frequencies: Tensor, window: int | None = None
+) -> AttentionStep:
+    """Prepare a step for one KV group; `cache` is any of its layers'."""
+    cos, sin = rope_angles(inputs.positions, frequencies, cache.k.dtype)
     layout = SliceLayout(inputs.query_starts, inputs.context_lens, inputs.query_lens, inputs.context_lens_host)
-    return plan_attention(layout, inputs.groups[group].tables, cache.k, window)
+    plan = plan_attention(layout, inputs.groups[group].tables, cache.k, window)
+    return AttentionStep(cos, sin, inputs.groups[group].slots, plan)
 
 
 def _rows(first_head: int, heads: int, head_dim: int) -> tuple[int, int]:
     return first_head * head_dim, (first_head + heads) * head_dim
-
-
-def _known_ids(source: TensorSource, vocab_size: int) -> int:
-    share = shard_size(vocab_size, source.world_size)
-    return min(max(vocab_size - source.rank * share, 0), share)

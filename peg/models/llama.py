@@ -13,15 +13,15 @@ from peg.checkpoint.manifest import Manifest, TensorSpec
 from peg.checkpoint.rope import RopeParameters, read_rope
 from peg.checkpoint.source import TensorSource, shard_size
 from peg.kernels.activation import silu_and_mul
-from peg.kernels.attention import AttentionPlan, paged_attention
+from peg.kernels.attention import paged_attention
 from peg.kernels.embedding import embed
 from peg.kernels.linear import Linear
 from peg.kernels.norm import add_rms_norm_, rms_norm
-from peg.kernels.rope import apply_rope, rope_angles
+from peg.kernels.rope import apply_rope
 from peg.models.comm import Communicator
 from peg.models.heads import HeadShare, share_heads
 from peg.models.inputs import LayerCache, StepInputs
-from peg.models.layers import Head, Mlp, load_o, load_qkv, plan_group, rope_frequencies
+from peg.models.layers import AttentionStep, Head, Mlp, begin_attention, load_o, load_qkv, rope_frequencies
 from peg.plan import Full, KVGroup
 
 
@@ -135,30 +135,26 @@ class Llama:
         """See `Family`."""
         heads = share_heads(config.query_heads, config.kv_heads, source.world_size, source.rank)
         embedding = source.shard("model.embed_tokens.weight", 0)
-        vocab = config.vocab_size
         return cls(
             config=config,
             heads=heads,
             embedding=embedding,
-            first_id=source.rank * shard_size(vocab, source.world_size),
+            first_id=source.rank * shard_size(config.vocab_size, source.world_size),
             first_norm=source.whole("model.layers.0.input_layernorm.weight"),
             layers=tuple(_load_layer(config, source, heads, layer) for layer in range(config.num_layers)),
-            head=Head.tied(source, embedding, vocab) if config.tied else Head.load(source, "lm_head.weight", vocab),
+            head=Head.load(source, embedding if config.tied else None, config.vocab_size),
             frequencies=rope_frequencies(config.rope, config.head_dim).to(source.device),
         )
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache], comm: Communicator) -> Tensor:
         """See `Model`."""
-        eps, slots = self.config.norm_eps, inputs.groups[0].slots
+        eps = self.config.norm_eps
         residual = embed(inputs.token_ids, self.embedding, self.first_id)
         comm.all_reduce_(residual)
-        cos, sin = rope_angles(inputs.positions, self.frequencies, residual.dtype)
-        plan = plan_group(inputs, 0, caches[0])
+        step = begin_attention(inputs, 0, caches[0], self.frequencies)
         hidden = rms_norm(residual, self.first_norm, eps)
         for layer, cache in zip(self.layers, caches, strict=True):
-            q, k, v = self._project(layer, hidden, cos, sin)
-            cache.write(k, v, slots)
-            hidden = self._attend(layer, q, cache, plan)
+            hidden = self._attend(layer, hidden, cache, step)
             comm.all_reduce_(hidden)
             hidden = add_rms_norm_(hidden, residual, layer.mlp_norm, eps)
             hidden = layer.mlp.down(silu_and_mul(layer.mlp.gate_up(hidden)))
@@ -170,16 +166,13 @@ class Llama:
         """See `Model`."""
         return self.head.logits(hidden)
 
-    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, D], k and v [T, G, D] of hidden [T, M]; q and k are turned."""  # noqa: D403
-        H, G = self.heads.query_heads, self.heads.kv_heads
-        qkv = layer.qkv(hidden).view(-1, H + 2 * G, self.config.head_dim)
-        turned = apply_rope(qkv[:, : H + G], cos, sin)
-        return turned[:, :H], turned[:, H:], qkv[:, H + G :]
-
-    def _attend(self, layer: _Layer, q: Tensor, cache: LayerCache, plan: AttentionPlan) -> Tensor:
-        """This rank's part of the attention's output [T, M]."""
-        out = paged_attention(q, cache.k, cache.v, plan, self.config.head_dim**-0.5)
+    def _attend(self, layer: _Layer, hidden: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
+        """Store K and V of hidden [T, M]; return this rank's part of the attention's output [T, M]."""
+        H, G, D = self.heads.query_heads, self.heads.kv_heads, self.config.head_dim
+        heads = layer.qkv(hidden).view(-1, H + 2 * G, D)
+        turned = apply_rope(heads[:, : H + G], step.cos, step.sin)
+        cache.write(turned[:, H:], heads[:, H + G :], step.slots)
+        out = paged_attention(turned[:, :H], cache.k, cache.v, step.plan, D**-0.5)
         return layer.o(out.flatten(1))
 
 
