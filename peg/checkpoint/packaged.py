@@ -98,7 +98,7 @@ def _download(requirements: list[str], directory: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DOWNLOAD_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"{' '.join(requirements)}: no end after {_DOWNLOAD_TIMEOUT_S:.0f} s of pip") from error
+        raise CheckpointError(f"{' '.join(requirements)}: no end after {error.timeout:.0f} s of pip") from error
     if done.returncode != 0:
         raise CheckpointError(
             f"{' '.join(requirements)}: pip could not download this. With a network, or with pip configured for a "

@@ -75,6 +75,16 @@ def test_a_missing_field_is_refused_by_name() -> None:
         Fields({"hidden_size": None}).integer("hidden_size", "n_embd")
 
 
+def test_a_nested_field_is_named_with_its_whole_path() -> None:
+    """The refusal of a field in an object in an object names both."""
+    inner = Fields({"a": {"b": {"c": 0}}}).section("a")
+    assert inner is not None
+    innermost = inner.section("b")
+    assert innermost is not None
+    with pytest.raises(CheckpointError, match=r"config\.json: a\.b\.c is 0"):
+        innermost.integer("c")
+
+
 def test_expect_takes_absent_and_allowed_values() -> None:
     """A field that is absent, null or as expected passes; 1 and 1.0 are the same JSON number."""
     fields = Fields({"act": "silu", "bias": False, "factor": 1.0, "none": None})

@@ -188,6 +188,15 @@ def test_a_second_process_waits(gguf: Path, tmp_path: Path) -> None:
     assert not list(target.iterdir())
 
 
+def test_what_is_there_needs_no_lock(gguf: Path, tmp_path: Path) -> None:
+    """A model that was imported is found at once, whoever holds the lock."""
+    target = resolve(str(gguf), tmp_path, Silent())
+    progress = Recorder()
+    with FileLock(target.with_name(f"{target.name}.lock")):
+        assert resolve(str(gguf), tmp_path, progress) == target
+    assert not progress.notices
+
+
 def test_waiting_has_an_end(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that is never given back is an error that names it."""
     monkeypatch.setattr("peg.checkpoint.resolve._LOCK_TIMEOUT_S", 0.01)
