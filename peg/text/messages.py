@@ -48,13 +48,17 @@ def _text(content: Any, path: str) -> str:
 
 
 def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    function = call.get("function", {})
+    match call:
+        case {"function": {"name": str(), **function}}:
+            pass
+        case _:
+            raise InvalidRequest("a tool call must have a function with a name", path)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"arguments are not JSON: {error}", f"{path}.function.arguments") from None
     if not isinstance(arguments, dict):
         raise InvalidRequest("arguments must be a JSON object", f"{path}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -240,7 +240,15 @@ def test_tool_call_arguments_are_mappings() -> None:
         assert seen == {"id": "1", "function": {"name": "f", "arguments": expected}}
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "7"])
+@pytest.mark.parametrize("call", [{}, {"function": 7}, {"function": {"name": 1}}, 7])
+def test_tool_calls_without_a_name_are_refused(call: object) -> None:
+    """A tool call sent back must say what was called."""
+    with pytest.raises(InvalidRequest, match="function with a name") as caught:
+        SHOW.render([PLAIN[0], {"role": "assistant", "tool_calls": [call]}])
+    assert caught.value.param == "messages.1.tool_calls.0"
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "7", "[" * 100_000])
 def test_tool_call_arguments_that_are_no_object_are_refused(arguments: str) -> None:
     """Arguments that are no JSON object are refused with their path."""
     call = {"function": {"name": "f", "arguments": arguments}}
