@@ -30,6 +30,9 @@ class StopSet:
             self._add(stop)
         self._link()
 
+    def __bool__(self) -> bool:
+        return len(self.depth) > 1
+
     def step(self, state: int, char: str) -> int:
         """The state after one more character."""
         while (after := self._next[state].get(char)) is None and state:
@@ -78,6 +81,8 @@ class StopCutter:
         """The text that is safe to show after `piece`; nothing once a stop has matched."""
         if self.matched is not None:
             return ""
+        if not self._stops:
+            return piece
         text = self._held + piece
         first = (len(text), 0)
         for end, char in enumerate(piece, len(self._held) + 1):
@@ -152,7 +157,6 @@ class OutputRules:
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = StopSet(stops)
-        self._has_stops = bool(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._skipped = skipped
@@ -165,4 +169,4 @@ class OutputRules:
 
     def matcher(self) -> StopStrings | None:
         """A matcher for one sequence, None where there are no stop strings."""
-        return StopStrings(self.text()) if self._has_stops else None
+        return StopStrings(self.text()) if self._stops else None
