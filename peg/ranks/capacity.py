@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from peg.errors import ConfigError
 from peg.plan import GroupCapacity, KVGroup, Recurrent, SlidingWindow
 
-_MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRequest:
@@ -61,8 +59,8 @@ def divide_budget(request: CapacityRequest, budget_bytes: int) -> tuple[GroupCap
     if low < least:
         needed = request.total_bytes(least * block)
         raise ConfigError(
-            f"KV memory: {budget_bytes / _MIB:.1f} MiB on each rank hold {low * block} tokens, "
-            f"one sequence of --max-model-len {request.max_model_len} needs {needed / _MIB:.1f} MiB: "
+            f"KV memory: {budget_bytes:,} bytes on each rank hold {low * block} tokens, "
+            f"one sequence of --max-model-len {request.max_model_len} needs {needed:,} bytes: "
             f"raise --kv-cache-memory to {needed} or lower --max-model-len to {max(low * block, 1)}"
         )
     return tuple(GroupCapacity(group, request.blocks(group, low * block)) for group in request.groups)

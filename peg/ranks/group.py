@@ -104,7 +104,8 @@ class RankGroup:
             self._all_do(WarmUp(), clock.left_s)
             clock.lap("warm up")
         except (UsageError, RankError) as error:
-            self.close(_JOIN_S, reason=f"the start failed: {error}")
+            self.poison(f"the start failed: {error}")
+            self.close(_JOIN_S)
             raise
         return self._describe(blueprint, capacities, clock)
 
@@ -118,11 +119,11 @@ class RankGroup:
             self._comms, self._aborts, self._reason = {}, (), None
         self._all_do(Connect(epoch), deadline_s)
 
-    def close(self, deadline_s: float, reason: str = "the ranks are closed") -> bool:
-        """End the threads, after the steps that are out if that is quick; whether all have ended."""
+    def close(self, deadline_s: float) -> bool:
+        """End the threads, once the steps that are out are done or the deadline is over; whether all have ended."""
         if self.join(deadline_s if self._reason is None else 0.0):
             return True
-        self.abort(reason, _ABORT_S)
+        self.abort("the ranks are closed", _ABORT_S)
         return self.join(_JOIN_S)
 
     def join(self, deadline_s: float) -> bool:
