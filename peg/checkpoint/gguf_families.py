@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from gguf import ReaderTensor
 from numpy.typing import NDArray
+from torch import Tensor
 
 from peg.checkpoint.fields import Fields
-from peg.checkpoint.gguf_file import GgufFile
+from peg.checkpoint.gguf_file import GgufFile, read_bf16, shape
+from peg.checkpoint.manifest import TensorSpec
 from peg.errors import CheckpointError
 
 _SHARED_FIELDS = (
@@ -28,77 +31,115 @@ _SHARED_FIELDS = (
     "rope.scaling.factor",
     "vocab_size",
 )
-_SHARED_LAYER: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# Each tensor of a layer: its name in a model directory, and its shape in the letters of `_sizes`.
+_SHARED_LAYER: Mapping[str, tuple[str, str]] = {
+    "attn_norm": ("input_layernorm", "M"),
+    "attn_q": ("self_attn.q_proj", "QM"),
+    "attn_k": ("self_attn.k_proj", "KM"),
+    "attn_v": ("self_attn.v_proj", "KM"),
+    "attn_output": ("self_attn.o_proj", "MQ"),
+    "ffn_gate": ("mlp.gate_proj", "IM"),
+    "ffn_up": ("mlp.up_proj", "IM"),
+    "ffn_down": ("mlp.down_proj", "MI"),
 }
-_LLAMA_LAYER: Mapping[str, str] = {**_SHARED_LAYER, "ffn_norm": "post_attention_layernorm"}
-_GEMMA3_LAYER: Mapping[str, str] = {
+_LLAMA_LAYER: Mapping[str, tuple[str, str]] = {**_SHARED_LAYER, "ffn_norm": ("post_attention_layernorm", "M")}
+_GEMMA3_LAYER: Mapping[str, tuple[str, str]] = {
     **_SHARED_LAYER,
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q_norm": ("self_attn.q_norm", "D"),
+    "attn_k_norm": ("self_attn.k_norm", "D"),
+    "post_attention_norm": ("post_attention_layernorm", "M"),
+    "ffn_norm": ("pre_feedforward_layernorm", "M"),
+    "post_ffw_norm": ("post_feedforward_layernorm", "M"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """How one architecture's files are read. `extra_fields` are those it has beside the shared ones."""
+    """How one architecture's files are read. `extra_fields` are those it has beside the shared ones.
 
-    config: Callable[[Fields], dict[str, object]]
-    layer_names: Mapping[str, str]
+    `interleaved_heads`: the rows of q and k are stored in another order. `norms_plus_one`: norms are stored as 1 + w.
+    """
+
+    config_of: Callable[[Fields], dict[str, object]]
+    layer: Mapping[str, tuple[str, str]]
     extra_fields: tuple[str, ...] = ()
     interleaved_heads: bool = False
     norms_plus_one: bool = False
 
+    def config(self, file: GgufFile) -> dict[str, object]:
+        """config.json, but for the token ids. Raises CheckpointError for a field that peg does not know."""
+        prefix = f"{file.architecture}."
+        known = {prefix + name for name in (*_SHARED_FIELDS, *self.extra_fields)}
+        unknown = sorted(name for name in file.fields.names - known if name.startswith(prefix))
+        if unknown:
+            raise file.fields.error(unknown[0], "peg does not know this field, and it may change the computation")
+        sizes = {"vocab_size": len(file.strings("tokenizer.ggml.tokens"))}
+        return self.config_of(file.fields) | sizes | {"tie_word_embeddings": "output.weight" not in file.tensors}
+
+    def tensors(self, file: GgufFile, config: Mapping[str, object]) -> list[tuple[TensorSpec, Iterator[Tensor]]]:
+        """Every tensor of the model directory with its contents, read when asked for, by name.
+
+        Raises CheckpointError with all that are missing, unknown or of the wrong shape.
+        """
+        specs = self._specs(file, config)
+        faults = [f"{name}: missing" for name in specs if name not in file.tensors]
+        for name, tensor in file.tensors.items():
+            if name not in specs:
+                faults.append(f"{name}: unknown")
+            elif shape(tensor) != specs[name].shape:
+                faults.append(f"{name}: shape {list(shape(tensor))}, must be {list(specs[name].shape)}")
+        if faults:
+            raise CheckpointError(f"{file.path}: its tensors are not those that its fields call for", faults)
+        return [(spec, self._read(file.tensors[name], spec, config)) for name, spec in specs.items()]
+
+    def _specs(self, file: GgufFile, config: Mapping[str, object]) -> dict[str, TensorSpec]:
+        sizes = _sizes(Fields(config))
+        names = {"token_embd": ("model.embed_tokens", "VM"), "output_norm": ("model.norm", "M")}
+        if "output.weight" in file.tensors:
+            names["output"] = ("lm_head", "VM")
+        for layer in range(Fields(config).integer("num_hidden_layers")):
+            for theirs, (ours, dims) in self.layer.items():
+                names[f"blk.{layer}.{theirs}"] = (f"model.layers.{layer}.{ours}", dims)
+        in_order = sorted(names.items(), key=lambda item: item[1])
+        return {
+            f"{theirs}.weight": TensorSpec(f"{ours}.weight", tuple(sizes[dim] for dim in dims))
+            for theirs, (ours, dims) in in_order
+        }
+
+    def _read(self, tensor: ReaderTensor, spec: TensorSpec, config: Mapping[str, object]) -> Iterator[Tensor]:
+        rotated = spec.name.endswith(("q_proj.weight", "k_proj.weight"))
+        order = None
+        if self.interleaved_heads and rotated:
+            order = _halves_order(spec.shape[0], Fields(config).integer("head_dim"))
+        return read_bf16(tensor, order, minus_one=self.norms_plus_one and spec.name.endswith("norm.weight"))
+
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """The family of a file. Raises CheckpointError for an architecture, or a field of it, that peg does not know."""
+    """The family of a file. Raises CheckpointError for an architecture that peg does not know."""
     family = _FAMILIES.get(file.architecture)
     if family is None:
         raise file.fields.error("general.architecture", f"peg imports only {', '.join(_FAMILIES)}")
-    prefix = f"{file.architecture}."
-    known = {prefix + name for name in (*_SHARED_FIELDS, *family.extra_fields)}
-    unknown = sorted(name for name in file.fields.names - known if name.startswith(prefix))
-    if unknown:
-        raise file.fields.error(unknown[0], "peg does not know this field, and it may change the computation")
     return family
 
 
-def tensor_names(file: GgufFile, family: GgufFamily) -> dict[str, str]:
-    """The name in the model directory of every tensor of the file. All missing and unknown ones are one error."""
-    layers = file.fields.integer(f"{file.architecture}.block_count")
-    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    if "output.weight" in file.tensors:
-        names["output.weight"] = "lm_head.weight"
-    for layer in range(layers):
-        for theirs, ours in family.layer_names.items():
-            names[f"blk.{layer}.{theirs}.weight"] = f"model.layers.{layer}.{ours}.weight"
-    faults = [f"missing: {name}" for name in names if name not in file.tensors]
-    faults += [f"unknown: {name}" for name in file.tensors if name not in names]
-    if faults:
-        raise CheckpointError(f"{file.path}: its tensors are not those of {layers} {file.architecture} layers", faults)
-    return names
+def _halves_order(rows: int, head_dim: int) -> NDArray[np.int64]:
+    """Which row of the file each row of q or k is.
 
-
-def row_order(config: Mapping[str, object], name: str) -> NDArray[np.int64]:
-    """Which row of the file each row of a q or k projection is.
-
-    Inside each head the file's rows are interleaved for rotation in pairs (0, d/2, 1, d/2 + 1, …); the model
-    rotates halves, so the even ones come first.
+    Inside each head the file has the rows for rotation in pairs (0, d/2, 1, d/2 + 1, …); the model rotates halves.
     """
-    sizes = Fields(config)
-    heads = sizes.integer("num_attention_heads" if ".q_proj." in name else "num_key_value_heads")
-    half = sizes.integer("head_dim") // 2
-    return np.arange(heads * half * 2).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
+    return np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _sizes(config: Fields) -> dict[str, int]:
+    head_dim = config.integer("head_dim")
+    return {
+        "M": config.integer("hidden_size"),
+        "I": config.integer("intermediate_size"),
+        "V": config.integer("vocab_size"),
+        "Q": config.integer("num_attention_heads") * head_dim,
+        "K": config.integer("num_key_value_heads") * head_dim,
+        "D": head_dim,
+    }
 
 
 def _shared_config(fields: Fields, prefix: str) -> dict[str, object]:

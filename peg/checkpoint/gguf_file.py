@@ -33,6 +33,8 @@ class GgufFile:
         try:
             reader = GGUFReader(path)
             values = {name: field.contents() for name, field in reader.fields.items()}
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
         except (ValueError, KeyError, IndexError, OverflowError) as error:
             raise CheckpointError(f"{path}: not a GGUF file, truncated, or of an unknown kind: {error}") from error
         if reader.byte_order != "I":

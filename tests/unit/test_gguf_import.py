@@ -172,8 +172,10 @@ def test_the_tokenizer_of_gemma(gemma: SmallGguf, tmp_path: Path) -> None:
         ("llama.rope.scaling.type", "yarn", 'rope.scaling.type is "yarn"'),
         ("llama.attention.key_length", 8, "key_length is 8: peg supports only 16"),
         ("llama.block_count", 0, "block_count is 0"),
-        ("llama.block_count", 3, "missing: blk.2.attn_q.weight"),
-        ("llama.block_count", 1, "unknown: blk.1.attn_q.weight"),
+        ("llama.attention.head_count", 4, "blk.1.attn_q.weight: shape [32, 32], must be [64, 32]"),
+        ("llama.rope.dimension_count", 2, "blk.0.attn_k.weight: shape [16, 32], must be [2, 32]"),
+        ("llama.block_count", 3, "blk.2.attn_q.weight: missing"),
+        ("llama.block_count", 1, "blk.1.attn_q.weight: unknown"),
         ("tokenizer.ggml.pre", "llama-bpe", 'tokenizer.ggml.pre is "llama-bpe"'),
         ("tokenizer.ggml.model", "llama", "tokenizer of model llama"),
         ("tokenizer.ggml.add_bos_token", True, "add_bos_token is true"),
@@ -181,18 +183,35 @@ def test_the_tokenizer_of_gemma(gemma: SmallGguf, tmp_path: Path) -> None:
         ("tokenizer.ggml.eos_token_id", 10_000, "eos_token_id is 10000: the vocabulary has"),
         ("tokenizer.ggml.token_type", [1], "have 1 types"),
         ("tokenizer.ggml.merges", ["a zzz"], "'a zzz' does not join two tokens"),
-        ("tokenizer.ggml.tokens", ["a", "a"], "holds 1 tokens twice"),
+        ("tokenizer.ggml.tokens", ["<unk>", "a", "a"], "token_embd.weight: shape [263, 32], must be [3, 32]"),
     ],
 )
 def test_what_is_not_known_is_refused(name: str, value: object, message: str, llama: SmallGguf, tmp_path: Path) -> None:
     """A field that may change the computation is refused by its name, and no directory is left behind."""
-    if name == "tokenizer.ggml.tokens":
-        llama.fields |= {f"tokenizer.ggml.{role}_token_id": 0 for role in ("bos", "eos", "unknown", "padding")}
     llama.fields[name] = value
     with pytest.raises(CheckpointError) as caught:
         imported(llama, tmp_path)
     assert message in str(caught.value)
     assert [file.name for file in tmp_path.iterdir()] == ["file.gguf"]
+
+
+def test_a_token_that_is_there_twice_is_refused(llama: SmallGguf, tmp_path: Path) -> None:
+    """Two ids for one text cannot be told apart."""
+    tokens = llama.fields["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokens[-1] = tokens[-2]
+    with pytest.raises(CheckpointError, match="holds 1 tokens twice"):
+        imported(llama, tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_refused(llama: SmallGguf, tmp_path: Path) -> None:
+    """A file that is not there, or a directory that cannot be made, is told by its name."""
+    (tmp_path / "taken").touch()
+    path = llama.write(tmp_path / "file.gguf")
+    with pytest.raises(CheckpointError, match=r"taken.model: cannot be written"):
+        import_gguf(path, tmp_path / "taken" / "model", Silent())
+    with pytest.raises(CheckpointError, match=r"absent\.gguf: cannot be read"):
+        import_gguf(tmp_path / "absent.gguf", tmp_path / "model", Silent())
 
 
 def test_another_architecture_is_refused(llama: SmallGguf, tmp_path: Path) -> None:
