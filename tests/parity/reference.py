@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def save_random(config: Any, directory: Path, seed: int = 0) -> Path:
-    """Save a random model of `config`, with norm weights that are not all one, and return its directory."""
+    """Save a random model of `config`, whose norms and layer scalars are not just ones; return its directory."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -21,6 +21,9 @@ def save_random(config: Any, directory: Path, seed: int = 0) -> Path:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.6 * torch.rand(buffer.shape, generator=generator))
     model.save_pretrained(directory)
     return directory
 

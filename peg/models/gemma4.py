@@ -1,0 +1,308 @@
+"""Gemma 4, dense, its text part. Matches transformers' Gemma4ForCausalLM and the text of its multimodal classes.
+
+Norms stand before and behind attention and MLP; every head of q, k and v has one too, so scores are not scaled. Full
+layers have heads of their own size and, in the large models, use K's product for V. The small models add a vector per
+layer and token to the stream (per-layer embeddings), and their last layers read the K and V of earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from peg.checkpoint.manifest import Manifest, TensorSpec
+from peg.checkpoint.source import TensorSource, shard_size
+from peg.kernels.activation import gelu_tanh_and_mul
+from peg.kernels.attention import paged_attention
+from peg.kernels.embedding import embed
+from peg.kernels.linear import Linear, pack
+from peg.kernels.norm import rms_norm_add_, rms_norm_fp32, rms_normalize
+from peg.kernels.rope import apply_rope, proportional_frequencies
+from peg.models.comm import Communicator
+from peg.models.gemma4_config import FULL, AttentionKind, Gemma4Config, parse_gemma4
+from peg.models.heads import HeadShare, share_heads
+from peg.models.inputs import LayerCache, StepInputs
+from peg.models.layers import QKV, AttentionStep, Head, Mlp, begin_attention, load_o, load_qkv
+from peg.plan import Full, KVGroup, SlidingWindow
+
+_TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.")
+_PREFIXES = ("model.", "model.language_model.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What the layers of one KV group share."""
+
+    first_layer: int
+    heads: HeadShare
+    kind: AttentionKind
+    frequencies: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _PerLayer:
+    """How a layer takes in its per-layer embedding."""
+
+    gate: Linear
+    projection: Linear
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights. `owner` is the layer whose cache it uses; `k_norm` is None where that is not its own."""
+
+    group: int
+    owner: int
+    qkv: Linear
+    q_norm: Tensor
+    k_norm: Tensor | None
+    o: Linear
+    mlp: Mlp
+    input_norm: Tensor
+    attention_norm: Tensor
+    mlp_input_norm: Tensor
+    mlp_norm: Tensor
+    per_layer: _PerLayer | None
+    scalar: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _PerLayerEmbedding:
+    """One rank's rows of the table of per-layer embeddings, and what adds the context to them."""
+
+    table: Tensor
+    first_id: int
+    projection: Linear
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4:
+    """One rank's shard of a Gemma 4 model. In float16 its activations overflow."""
+
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float32")
+
+    config: Gemma4Config
+    embedding: Tensor
+    first_id: int
+    per_layer: _PerLayerEmbedding | None
+    groups: tuple[_Group, ...]
+    layers: tuple[_Layer, ...]
+    final_norm: Tensor
+    head: Head
+
+    @staticmethod
+    def parse(config: Mapping[str, object]) -> Gemma4Config:
+        """See `Family`."""
+        return parse_gemma4(config)
+
+    @staticmethod
+    def manifest(config: Gemma4Config) -> Manifest:
+        """See `Family`. What files hold for layers without K and V of their own is skipped."""
+        shared = [
+            f"{prefix}layers.{layer}.self_attn.{name}."
+            for prefix in _PREFIXES
+            for layer in range(config.first_shared, config.num_layers)
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+        ]
+        return Manifest(
+            tuple(TensorSpec(f"model.{name}", shape) for name, shape in _shapes(config))
+            + (() if config.tied else (TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size)),)),
+            skipped_prefixes=(*(f"model.{tower}" for tower in _TOWERS), *shared),
+            renamed_prefixes=(("model.language_model.", "model."),),
+        )
+
+    @staticmethod
+    def kv_groups(config: Gemma4Config, world_size: int) -> tuple[KVGroup, ...]:
+        """See `Family`. Each kind of layer is sharded or replicated on its own."""
+        groups: list[KVGroup] = []
+        for name, layers in config.groups.items():
+            kind = config.kinds[name]
+            kv_heads = share_heads(config.query_heads, kind.kv_heads, world_size).kv_heads
+            if kind.window is None:
+                groups.append(Full(layers, kv_heads, kind.head_dim))
+            else:
+                groups.append(SlidingWindow(layers, kv_heads, kind.head_dim, kind.window))
+        return tuple(groups)
+
+    @classmethod
+    def load(cls, config: Gemma4Config, source: TensorSource) -> Self:
+        """See `Family`."""
+        groups = tuple(_load_group(config, source, name) for name in config.groups)
+        embedding = source.shard("model.embed_tokens.weight", 0)
+        return cls(
+            config=config,
+            embedding=embedding,
+            first_id=source.rank * shard_size(config.vocab_size, source.world_size),
+            per_layer=_load_per_layer_embedding(config, source) if config.per_layer_size else None,
+            groups=groups,
+            layers=tuple(_load_layer(config, source, groups, layer) for layer in range(config.num_layers)),
+            final_norm=source.whole("model.norm.weight"),
+            head=Head.load(source, embedding if config.tied else None, config.vocab_size, config.softcap),
+        )
+
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache], comm: Communicator) -> Tensor:
+        """See `Model`."""
+        eps = self.config.norm_eps
+        residual = _embed_scaled(inputs.token_ids, self.embedding, self.first_id, comm)
+        added = self._per_layer_inputs(inputs.token_ids, residual, comm)
+        steps = [
+            begin_attention(inputs, index, caches[group.first_layer], group.frequencies, group.kind.window)
+            for index, group in enumerate(self.groups)
+        ]
+        for index, layer in enumerate(self.layers):
+            hidden = rms_norm_fp32(residual, layer.input_norm, eps)
+            hidden = self._attend(layer, hidden, caches[layer.owner], steps[layer.group])
+            comm.all_reduce_(hidden)  # before the norm: the norm of a sum is not the sum of norms
+            rms_norm_add_(hidden, residual, layer.attention_norm, eps)
+            hidden = rms_norm_fp32(residual, layer.mlp_input_norm, eps)
+            hidden = layer.mlp.down(gelu_tanh_and_mul(layer.mlp.gate_up(hidden)))
+            comm.all_reduce_(hidden)
+            rms_norm_add_(hidden, residual, layer.mlp_norm, eps)
+            if layer.per_layer is not None:
+                gated = gelu_tanh_and_mul(torch.cat((layer.per_layer.gate(residual), added[:, index]), -1))
+                rms_norm_add_(layer.per_layer.projection(gated), residual, layer.per_layer.norm, eps)
+            residual.mul_(layer.scalar)
+        return rms_norm_fp32(residual, self.final_norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Model`."""
+        return self.head.logits(hidden)
+
+    def _attend(self, layer: _Layer, hidden: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
+        """Store K and V of hidden [T, M] where they are the layer's own; return this rank's part of the output."""
+        group, eps = self.groups[layer.group], self.config.norm_eps
+        H, G = group.heads.query_heads, group.heads.kv_heads
+        product = layer.qkv(hidden)
+        heads = product.view(len(product), -1, group.kind.head_dim)
+        if layer.k_norm is not None:
+            k = apply_rope(rms_norm_fp32(heads[:, H : H + G], layer.k_norm, eps), step.cos, step.sin)
+            cache.write(k, rms_normalize(heads[:, -G:], eps), step.slots)  # the last heads are V, or K again
+        q = apply_rope(rms_norm_fp32(heads[:, :H], layer.q_norm, eps), step.cos, step.sin)
+        return layer.o(paged_attention(q, cache.k, cache.v, step.plan, 1.0).flatten(1))
+
+    def _per_layer_inputs(self, token_ids: Tensor, embedded: Tensor, comm: Communicator) -> Tensor:
+        """What each layer adds for each token [T, layers, P]; empty without per-layer embeddings."""
+        if self.per_layer is None:
+            return embedded.new_empty(0)
+        shape = (-1, self.config.num_layers, self.config.per_layer_size)
+        context = self.per_layer.projection(embedded).mul_(self.config.hidden_size**-0.5).view(shape)
+        context = rms_norm_fp32(context, self.per_layer.norm, self.config.norm_eps)
+        tokens = embed(token_ids, self.per_layer.table, self.per_layer.first_id)
+        comm.all_reduce_(tokens)
+        scale = _rounded_root(self.config.per_layer_size, tokens.dtype)
+        return context.add_(tokens.mul_(scale).view(shape)).mul_(2**-0.5)
+
+
+def _embed_scaled(token_ids: Tensor, table: Tensor, first_id: int, comm: Communicator) -> Tensor:
+    """Embeddings [T, M] times the root of M, from one rank's rows of the table."""
+    rows = embed(token_ids, table, first_id)
+    comm.all_reduce_(rows)
+    return rows.mul_(_rounded_root(rows.shape[1], rows.dtype))
+
+
+def _rounded_root(size: int, dtype: torch.dtype) -> float:
+    """The square root as the dtype has it: in bf16 off by up to 0.2 %, and part of the model."""
+    return float(torch.tensor(size**0.5).to(dtype))
+
+
+def _shapes(config: Gemma4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    M, P = config.hidden_size, config.per_layer_size
+    yield "embed_tokens.weight", (config.vocab_size, M)
+    yield "norm.weight", (M,)
+    if P:
+        yield "embed_tokens_per_layer.weight", (config.per_layer_vocab_size, config.num_layers * P)
+        yield "per_layer_model_projection.weight", (config.num_layers * P, M)
+        yield "per_layer_projection_norm.weight", (P,)
+    for layer in range(config.num_layers):
+        for name, shape in _layer_shapes(config, layer).items():
+            yield f"layers.{layer}.{name}.weight", shape
+        yield f"layers.{layer}.layer_scalar", (1,)
+
+
+def _layer_shapes(config: Gemma4Config, layer: int) -> dict[str, tuple[int, ...]]:
+    M, P, kind, shared = config.hidden_size, config.per_layer_size, config.kind(layer), config.is_shared(layer)
+    q, kv = config.query_heads * kind.head_dim, kind.kv_heads * kind.head_dim
+    mlp = config.shared_mlp_size if shared else config.mlp_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (M,),
+        "self_attn.q_proj": (q, M),
+        "self_attn.q_norm": (kind.head_dim,),
+        "self_attn.o_proj": (M, q),
+        "post_attention_layernorm": (M,),
+        "pre_feedforward_layernorm": (M,),
+        "mlp.gate_proj": (mlp, M),
+        "mlp.up_proj": (mlp, M),
+        "mlp.down_proj": (M, mlp),
+        "post_feedforward_layernorm": (M,),
+    }
+    if not shared:
+        shapes |= {f"self_attn.{name}": (kv, M) for name in _projections(config, layer)[1:]}
+        shapes["self_attn.k_norm"] = (kind.head_dim,)
+    if P:
+        shapes |= {"per_layer_input_gate": (P, M), "per_layer_projection": (M, P), "post_per_layer_input_norm": (M,)}
+    return shapes
+
+
+def _projections(config: Gemma4Config, layer: int) -> tuple[str, ...]:
+    """Which of q, k and v a layer has."""
+    if config.is_shared(layer):
+        return QKV[:1]
+    return QKV[:2] if config.k_eq_v and config.layer_types[layer] == FULL else QKV
+
+
+def _load_group(config: Gemma4Config, source: TensorSource, name: str) -> _Group:
+    kind = config.kinds[name]
+    return _Group(
+        first_layer=config.groups[name][0],
+        heads=share_heads(config.query_heads, kind.kv_heads, source.world_size, source.rank),
+        kind=kind,
+        frequencies=proportional_frequencies(kind.head_dim, kind.theta, kind.rotated, kind.rope_factor).to(
+            source.device
+        ),
+    )
+
+
+def _load_per_layer_embedding(config: Gemma4Config, source: TensorSource) -> _PerLayerEmbedding:
+    return _PerLayerEmbedding(
+        table=source.shard("model.embed_tokens_per_layer.weight", 0),
+        first_id=source.rank * shard_size(config.per_layer_vocab_size, source.world_size),
+        projection=pack(source.whole("model.per_layer_model_projection.weight")),
+        norm=source.whole("model.per_layer_projection_norm.weight"),
+    )
+
+
+def _load_layer(config: Gemma4Config, source: TensorSource, groups: Sequence[_Group], layer: int) -> _Layer:
+    name = f"model.layers.{layer}"
+    index = list(config.groups).index(config.layer_types[layer])
+    heads, head_dim = groups[index].heads, groups[index].kind.head_dim
+
+    def norm(which: str) -> Tensor:
+        return source.whole(f"{name}.{which}.weight")
+
+    return _Layer(
+        group=index,
+        owner=config.owner(layer),
+        qkv=load_qkv(source, f"{name}.self_attn", heads, head_dim, _projections(config, layer)),
+        q_norm=norm("self_attn.q_norm"),
+        k_norm=None if config.is_shared(layer) else norm("self_attn.k_norm"),
+        o=load_o(source, f"{name}.self_attn", heads, head_dim),
+        mlp=Mlp.load(source, f"{name}.mlp"),
+        input_norm=norm("input_layernorm"),
+        attention_norm=norm("post_attention_layernorm"),
+        mlp_input_norm=norm("pre_feedforward_layernorm"),
+        mlp_norm=norm("post_feedforward_layernorm"),
+        per_layer=_PerLayer(
+            gate=pack(source.whole(f"{name}.per_layer_input_gate.weight")),
+            projection=pack(source.whole(f"{name}.per_layer_projection.weight")),
+            norm=norm("post_per_layer_input_norm"),
+        )
+        if config.per_layer_size
+        else None,
+        scalar=source.whole(f"{name}.layer_scalar"),
+    )
