@@ -268,11 +268,16 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Settle:
+    """Nothing. A rank that carries it out is back at its queue, and has told whatever it had to tell."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Close the communicator and end the thread."""
 
 
-RankCommand: TypeAlias = Connect | LoadWeights | MakeCache | WarmUp | StepPlan | Shutdown
+RankCommand: TypeAlias = Connect | LoadWeights | MakeCache | WarmUp | StepPlan | Settle | Shutdown
 """What a rank's queue holds. The same object goes to every rank."""
 
 

@@ -21,6 +21,7 @@ from peg.plan import (
     LoadWeights,
     MakeCache,
     RankCommand,
+    Settle,
     Shutdown,
     StepOutcome,
     StepPlan,
@@ -112,12 +113,15 @@ class RankGroup:
     def rebuild(self, epoch: int, deadline_s: float) -> None:
         """Begin a new epoch after a failure: new communicators, empty rows; weights and pools stay.
 
-        Raises RankError where a rank does not come back to its queue in time, or its communicator to life.
+        Raises RankError where a rank does not come back to its queue in time, or its communicator to life. What the
+        ranks have to tell of the old epoch they have told by the time this returns.
         """
+        clock = _Clock(deadline_s)
+        self._all_do(Settle(), clock.left_s)
         with self._lock:
             self._rendezvous = Rendezvous(self._world_size, epoch)
             self._comms, self._aborts, self._reason = {}, (), None
-        self._all_do(Connect(epoch), deadline_s)
+        self._all_do(Connect(epoch), clock.left_s)
 
     def close(self, deadline_s: float) -> bool:
         """End the threads, once the steps that are out are done or the deadline is over; whether all have ended."""
@@ -235,10 +239,9 @@ class RankGroup:
     def failed(self, cause: Cause, usage: UsageError | None) -> None:
         """See `RankListener`."""
         with self._lock:
-            starting = self._lockstep
-            if starting is not None:
+            if self._lockstep is not None and cause.step is None:
                 cause = replace(cause, kind=CauseKind.STARTUP_FAILED)
-                starting.end(usage or RankError(str(cause)))
+                self._lockstep.end(usage or RankError(str(cause)))
         if usage is None:
             self._on_failure(cause)
 
@@ -263,7 +266,7 @@ class RankGroup:
         """Let every rank carry out a command, and wait for all."""
         lockstep = _Lockstep(set(range(self._world_size)))
         with self._lock:
-            if self._reason is not None:
+            if self._reason is not None and not isinstance(command, Settle):
                 raise RankError(self._reason)
             self._lockstep = lockstep
         self._put(command)

@@ -20,6 +20,7 @@ from peg.plan import (
     MakeCache,
     RankAck,
     RankCommand,
+    Settle,
     Shutdown,
     Skipped,
     StepFailed,
@@ -121,6 +122,8 @@ class Rank:
                 self.runner.make_cache(groups)
             case WarmUp():
                 self.runner.warm_up()
+            case Settle():
+                pass
             case Shutdown():
                 self.runner.close(_CLOSE_S)
         self._listener.done(self.rank)
