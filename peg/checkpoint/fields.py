@@ -52,6 +52,7 @@ class Fields:
         name, value = self._find(names)
         if value is None:
             return None
+        # By way of text, because an integer may be too large for a float: then it is infinite.
         if type(value) in (int, float) and math.isfinite(number := float(str(value))) and number > 0:
             return number
         raise self.error(name, "must be a finite number above zero")

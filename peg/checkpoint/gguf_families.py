@@ -171,6 +171,8 @@ def _llama_config(fields: Fields) -> dict[str, object]:
     config = _shared_config(fields, "llama")
     hidden, heads = fields.integer("llama.embedding_length"), fields.integer("llama.attention.head_count")
     head_dim = fields.integer("llama.rope.dimension_count", default=hidden // heads)
+    if head_dim % 2:
+        raise fields.error("llama.rope.dimension_count", f"heads of {head_dim} have no two halves to rotate")
     for name in ("llama.attention.key_length", "llama.attention.value_length"):
         fields.expect(name, head_dim)
     return config | {

@@ -174,6 +174,7 @@ def test_the_tokenizer_of_gemma(gemma: SmallGguf, tmp_path: Path) -> None:
         ("llama.block_count", 0, "block_count is 0"),
         ("llama.attention.head_count", 4, "blk.1.attn_q.weight: shape [32, 32], must be [64, 32]"),
         ("llama.rope.dimension_count", 2, "blk.0.attn_k.weight: shape [16, 32], must be [2, 32]"),
+        ("llama.rope.dimension_count", 15, "heads of 15 have no two halves to rotate"),
         ("llama.block_count", 3, "blk.2.attn_q.weight: missing"),
         ("llama.block_count", 1, "blk.1.attn_q.weight: unknown"),
         ("tokenizer.ggml.pre", "llama-bpe", 'tokenizer.ggml.pre is "llama-bpe"'),
