@@ -21,7 +21,7 @@ LAYOUTS = ("full", "sliding", "both", "two windows", "full and recurrent", "recu
 def some_limits(draw: st.DrawFn) -> SchedulerLimits:
     """Pools in which one sequence fits and several do not, and small budgets."""
     size = draw(st.integers(1, 4))
-    blocks = st.integers(-(-36 // size), -(-72 // size)).map(lambda count: count + 2)
+    blocks = st.integers(-(-36 // size), -(-56 // size)).map(lambda count: count + 2)
     window = st.integers(1, 9)
     layouts: dict[str, tuple[GroupCapacity, ...]] = {
         "full": (full(draw(blocks)),),
@@ -34,10 +34,10 @@ def some_limits(draw: st.DrawFn) -> SchedulerLimits:
     return limits(
         *layouts[draw(st.sampled_from(LAYOUTS))],
         block_size=size,
-        rows=draw(st.integers(1, 6)),
+        rows=draw(st.sampled_from((1, 2, 3, 4, 5, 5, 6, 6))),
         budget=draw(st.integers(1, 24)),
         context=48,
-        queued=draw(st.sampled_from((None, None, 0, 3))),
+        queued=draw(st.sampled_from((*[None] * 6, 0, 3))),
         max_in_flight=draw(st.sampled_from((1, 2, 2))),
     )
 
@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.named: dict[int, tuple[set[tuple[int, int]], set[int]]] = {}  # by step: (group, block) and rows
 
     @rule(
+        copies=st.integers(1, 3),
         prompt=st.lists(st.integers(1, 10), min_size=1, max_size=16).map(tuple),
         max_tokens=st.sampled_from((*range(25), 20, 20, 20, 20, None)),
         ignore_eos=st.sampled_from((True, True, True, False)),
@@ -87,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def admit(
         self,
+        copies: int,
         prompt: tuple[int, ...],
         max_tokens: int | None,
         ignore_eos: bool,
@@ -97,13 +99,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         wanted = request(
             prompt, max_tokens, ignore_eos=ignore_eos, prompt_logprobs=prompt_logprobs, host_paced=host_paced
         )
-        expected = Expected(wanted, stop_after)
-        try:
-            seq_id = self.group.admit(wanted, feed=expected.feed)
-        except (InvalidRequest, QueueFull):
-            self.rejected += 1
-        else:
-            self.expected[seq_id] = expected
+        for _ in range(copies):
+            expected = Expected(wanted, stop_after)
+            try:
+                seq_id = self.group.admit(wanted, feed=expected.feed)
+            except (InvalidRequest, QueueFull):
+                self.rejected += 1
+            else:
+                self.expected[seq_id] = expected
 
     @rule(steps=st.integers(2, 12))
     def run_on(self, steps: int) -> None:
@@ -116,11 +119,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def plan(self) -> None:
-        before = self.scheduler.stats().counters.preemptions
+        running = [sequence.seq_id for sequence in self.scheduler._queues.running]
         flying = len(self.group.out)
         plan = self.group.issue()
-        if self.scheduler.stats().counters.preemptions > before:
+        still = {sequence.seq_id for sequence in self.scheduler._queues.running}
+        if not still.issuperset(running):
             assert flying == 0, "somebody was preempted while a step was out"
+            kept = [seq_id for seq_id in running if seq_id in still]
+            assert kept == running[: len(kept)], "it was not the newest who went"
+            assert running[0] in {piece.seq_id for piece in plan.slices if plan}, "the oldest did not get on"
         if plan is not None:
             self.check_plan(plan)
 
@@ -150,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail(self, newcomer: bool, cancel: bool) -> None:
         """The oldest step fails, with one behind it if possible: newcomers and those who end are in that too."""
         if newcomer:
-            self.admit((1, 2, 3, 4, 5), 20, True, None, 0, False)
+            self.admit(1, (1, 2, 3, 4, 5), 20, True, None, 0, False)
         self.plan()
         if cancel:
             self.group.cancel(self.group.out[-1].slices[-1].seq_id)
