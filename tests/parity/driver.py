@@ -98,17 +98,23 @@ class Driver:
 
     def step(self, slices: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
         """Run one step. Returns the logits [count, V] of each slice, gathered over the ranks."""
-        inputs = self._inputs(slices)
+        hidden = self.forward(slices)
         with torch.inference_mode():
-            parts = list(self.pool.map(lambda rank: self._run(rank, inputs), range(self.world_size)))
-        for hidden, _ in parts[1:]:
-            assert torch.equal(hidden, parts[0][0]), "hidden states differ between ranks"
-        logits = torch.cat([part for _, part in parts], -1)
+            parts = list(self.pool.map(lambda model: model.logits(hidden), self.models))
+        logits = torch.cat(parts, -1)
         assert logits[:, self.config.vocab_size :].eq(float("-inf")).all()
         logits = logits[:, : self.config.vocab_size]
         assert logits.isfinite().all()
-        self._release_behind_windows()
         return list(logits.split([len(tokens) for _, tokens in slices]))
+
+    def forward(self, slices: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+        """Run one step without its logits. Returns hidden [T, M], which must be the same on every rank."""
+        inputs = self._inputs(slices)
+        parts = list(self.pool.map(lambda rank: self._run(rank, inputs), range(self.world_size)))
+        for hidden in parts[1:]:
+            assert torch.equal(hidden, parts[0]), "hidden states differ between ranks"
+        self._release_behind_windows()
+        return parts[0]
 
     def score(self, tokens: Sequence[int], chunk: int = 0, seq: int = -1) -> Tensor:
         """Logits [len(tokens), V] of one sequence alone, in chunks of `chunk` (0: whole)."""
@@ -117,10 +123,9 @@ class Driver:
         self.forget(seq)
         return torch.cat(out)
 
-    def _run(self, rank: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def _run(self, rank: int, inputs: StepInputs) -> Tensor:
         with torch.inference_mode():
-            hidden = self.models[rank].forward(inputs, self.caches[rank], self.comms[rank])
-            return hidden, self.models[rank].logits(hidden)
+            return self.models[rank].forward(inputs, self.caches[rank], self.comms[rank])
 
     def _inputs(self, slices: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
         lengths = [len(tokens) for _, tokens in slices]

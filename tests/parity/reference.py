@@ -33,9 +33,9 @@ def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
-def reference_logits(model: Any, tokens: list[int]) -> Tensor:
-    """Logits float32 [len(tokens), V] of one sequence."""
+def reference_logits(model: Any, tokens: list[int], last: int = 0) -> Tensor:
+    """Logits float32 [len(tokens), V] of one sequence, or only those of its `last` tokens."""
     with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False, logits_to_keep=last).logits[0].float()
     assert logits.isfinite().all()
     return logits
