@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from peg.plan import StepPlan
 from peg.sched.memory import KVMemory
 from peg.sched.rows import RowPool
-from peg.sched.sequence import NO_ROW, NO_STEP, Sequence
+from peg.sched.sequence import NO_ROW, Sequence
 from peg.sched.tables import Blocks
 
 
@@ -83,7 +83,6 @@ class Flight:
             issued = self._out.pop()
             brought = frozenset(new.row for new in issued.plan.new_rows)
             for piece, sequence in zip(issued.plan.slices, issued.sequences, strict=True):
-                sequence.last_step = NO_STEP
                 if sequence.finished:
                     continue  # it gave up what it held when it ended
                 if piece.row in brought:

@@ -36,9 +36,9 @@ class Planner:
             return None
         self._landing = False
         draft = Draft(self._next_step, self._limits.max_num_batched_tokens)
-        prefilling, all_fit = self._serve_running(draft)
-        if self._serve_chunks(draft, prefilling) and all_fit:
-            self._serve_waiting(draft)
+        prefilling = self._serve_running(draft)
+        self._serve_chunks(draft, prefilling)
+        self._serve_waiting(draft)
         if not draft.sequences:
             return None
         self._next_step += 1
@@ -46,10 +46,9 @@ class Planner:
         self._flight.issue(plan, draft.sequences)
         return plan
 
-    def _serve_running(self, draft: Draft) -> tuple[list[Sequence], bool]:
+    def _serve_running(self, draft: Draft) -> list[Sequence]:
         """One token for everyone who needs just one, and room for one for those in prefill, who are returned."""
         prefilling: list[Sequence] = []
-        all_fit = True
         running = self._queues.running
         place = 0
         while place < len(running) and draft.budget_tokens:  # preempting shortens the list, behind `place`
@@ -58,12 +57,12 @@ class Planner:
             if sequence.planned >= sequence.end or (sequence.request.host_paced and self._flight.names(sequence)):
                 continue
             if sequence.planned >= sequence.tables.room and not self._make_room(sequence):
-                all_fit = False
-            elif sequence.planned < sequence.known - 1:
+                continue
+            if sequence.planned < sequence.known - 1:
                 prefilling.append(sequence)
             else:
                 draft.add(sequence, 1)
-        return prefilling, all_fit
+        return prefilling
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for one more token; with nothing in flight, at the expense of the newest, itself perhaps."""
@@ -86,19 +85,13 @@ class Planner:
         sequence.restart()
         self._queues.wait(sequence)
 
-    def _serve_chunks(self, draft: Draft, prefilling: list[Sequence]) -> bool:
-        """Chunks of prefill, as far as the budget goes; false where blocks cut one short or the budget is spent."""
+    def _serve_chunks(self, draft: Draft, prefilling: list[Sequence]) -> None:
+        """Chunks of prefill, as far as the budget goes, and the blocks: a chunk may be cut short."""
         for sequence in prefilling:
-            wanted = min(draft.budget_tokens, sequence.known - sequence.planned)
-            if not wanted:
-                return False
-            count = self._memory.reach(sequence.tables, sequence.planned + wanted) - sequence.planned
-            grown = self._memory.grow(sequence.tables, sequence.planned + count)
-            assert grown, f"sequence {sequence.seq_id} lost the room it was given"
-            draft.add(sequence, count)
-            if count < wanted:
-                return False
-        return True
+            stop = min(sequence.planned + draft.budget_tokens, sequence.known)
+            fits = self._memory.reach(sequence.tables, stop)
+            if fits > sequence.planned and self._memory.grow(sequence.tables, fits):
+                draft.add(sequence, fits - sequence.planned)
 
     def _serve_waiting(self, draft: Draft) -> None:
         """Let in who waits, in order, while there are rows and blocks."""

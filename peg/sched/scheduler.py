@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 from peg.errors import InvalidRequest, QueueFull, RequestError
@@ -59,14 +59,23 @@ class Scheduler:
     """Decides what runs, and what a step means once it is back. Pure decisions; owned by the loop."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        self._ledger = Ledger()
+        self._next_seq_id = 0
+        self._begin(limits)
+
+    def _begin(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._memory = KVMemory(limits.groups, limits.block_size)
         self._rows = RowPool(limits.max_num_seqs)
         self._flight = Flight(self._memory, self._rows)
         self._queues = Queues()
-        self._ledger = Ledger()
         self._planner = Planner(limits, self._flight, self._queues, self._ledger)
-        self._next_seq_id = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start again with empty pools and no step out, as the ranks do. Only after `fail_all`; the books go on."""
+        assert not self._ledger.open, f"{len(self._ledger.open)} sequences have no terminal"
+        self._ledger.failed_steps = 0
+        self._begin(replace(self._limits, epoch=epoch))
 
     # --- requests -----------------------------------------------------------------------------------------
 

@@ -71,7 +71,6 @@ class Sequence:
         """Preempted: the committed tokens are the whole state, everything else is computed again."""
         self.planned = self.committed = 0
         self.row = NO_ROW
-        self.last_step = NO_STEP
 
     def new_row(self) -> NewRow:
         """What the ranks need to know of a sequence that takes a row."""

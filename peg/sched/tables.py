@@ -54,13 +54,13 @@ class BlockTables:
         return taken
 
     def take_back(self, changes: Iterable[TableChange]) -> Blocks:
-        """Undo the growth that these changes of this sequence told of, and what came after it."""
+        """Undo the latest growth, which these changes told of."""
+        assert not self.unsent, "the tables have grown since"
         taken: Blocks = []
         for change in changes:
             table = self.tables[change.group]
             taken.append((change.group, table[change.index :]))
             del table[change.index :]
-        self.unsent = [growth for growth in self.unsent if growth[1] < len(self.tables[growth[0]])]
         self._measure()
         return taken
 

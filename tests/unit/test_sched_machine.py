@@ -127,7 +127,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert flying == 0, "somebody was preempted while a step was out"
             kept = [seq_id for seq_id in running if seq_id in still]
             assert kept == running[: len(kept)], "it was not the newest who went"
-            assert running[0] in {piece.seq_id for piece in plan.slices if plan}, "the oldest did not get on"
+            assert plan is not None
+            assert running[0] in {piece.seq_id for piece in plan.slices}, "the oldest did not get on"
         if plan is not None:
             self.check_plan(plan)
 
@@ -151,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.group.answer()
+        self.nothing_that_a_step_names_is_in_a_pool()
 
     @precondition(lambda self: self.group.out)
     @rule(newcomer=st.booleans(), cancel=st.booleans())
@@ -169,10 +171,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        seq_id = data.draw(st.sampled_from(sorted(self.expected)))
-        ended = seq_id in self.group.terminals
-        update = self.group.cancel(seq_id)
-        assert (update is None) == ended
+        still_open = sorted(set(self.expected) - set(self.group.terminals))
+        seq_id = data.draw(st.sampled_from(still_open or sorted(self.expected)))
+        assert (self.group.cancel(seq_id) is None) == (not still_open)
+        assert self.group.cancel(seq_id) is None, "a second terminal"
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:

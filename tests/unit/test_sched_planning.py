@@ -8,6 +8,7 @@ import pytest
 
 from peg.plan import FinishReason, Slice, StepPlan, StepResult, TokenLogprobs
 from peg.sched.blocks import BlockPool
+from peg.sched.memory import KVMemory
 from tests.unit.sched_device import EOS, FakeGroup, continuation, full, limits, next_token, request, sliding
 
 
@@ -185,6 +186,7 @@ def test_a_prompt_preempted_in_the_middle_is_scored_once() -> None:
     group.scheduler._planner._preempt(sequence)
     group.finish()
     assert tuple(entry.token_id for entry in group.prompt_logprobs[scored]) == wanted.prompt_ids[1:]
+    assert group.scheduler.stats().counters.prompt_tokens == 26, "a prompt token counts once"
 
 
 def test_scoring_alone_samples_nothing() -> None:
@@ -265,7 +267,7 @@ def test_a_block_given_back_twice_is_a_bug() -> None:
 
 
 def test_an_answer_for_another_step_is_a_bug() -> None:
-    """Steps are committed in the order in which they were issued, and of the same epoch."""
+    """Steps are committed in the order in which they were issued, of one epoch, with a token a sampling slice."""
     group = FakeGroup(limits())
     group.admit(request(3))
     plan = group.must_issue()
@@ -273,3 +275,28 @@ def test_an_answer_for_another_step_is_a_bug() -> None:
         group.scheduler.commit(StepResult(plan.step, plan.epoch + 1, (1,)))
     with pytest.raises(AssertionError):
         group.scheduler.commit(StepResult(plan.step + 1, plan.epoch, (1,)))
+    group = FakeGroup(limits())
+    group.admit(request(3))
+    with pytest.raises(AssertionError):
+        group.scheduler.commit(StepResult(group.must_issue().step, 0, (1, 2)))
+
+
+def test_a_second_terminal_is_a_bug() -> None:
+    """The ledger writes one terminal for each sequence and no more."""
+    group = FakeGroup(limits())
+    group.admit(request(3))
+    (sequence,) = group.scheduler._ledger.open
+    group.scheduler._ledger.close(sequence, FinishReason.STOP)
+    with pytest.raises(AssertionError, match="its terminal already"):
+        group.scheduler._ledger.close(sequence, FinishReason.FAILED)
+
+
+def test_tables_that_were_emptied_have_nothing_to_tell() -> None:
+    """Growth that no plan told of is forgotten with the blocks: it must not reach the next row of the sequence."""
+    memory = KVMemory((full(20), sliding(20, window=4)), block_size=4)
+    tables = memory.new_tables()
+    assert memory.admit(tables, 8, 4, 0)
+    assert memory.grow(tables, 12)
+    assert [growth[:2] for growth in tables.unsent] == [(0, 2), (1, 1)]
+    assert tables.take_all() == [(0, [1, 2, 3]), (1, [1, 2, 3])]
+    assert (tables.unsent, tables.room, tables.tables) == ([], 0, [[], []])
