@@ -15,7 +15,15 @@ from typing import Any
 
 import click
 
-from peg.commands.flags import NO_CUDA, REQUEST_FLAGS, engine_flags, request_flags, server_flags, step_timeout
+from peg.commands.flags import (
+    NO_CUDA,
+    REQUEST_FLAGS,
+    engine_flags,
+    request_flags,
+    server_flags,
+    step_timeout,
+    synth_flags,
+)
 from peg.config import EngineConfig, ServerConfig
 from peg.errors import ConfigError
 
@@ -154,6 +162,25 @@ def check_(model: str, devices: str | None, as_json: bool, **flags: Any) -> None
     from peg.commands.check import check
 
     check(_find_model(config), as_json=as_json)
+
+
+@cli.command("synth")
+@click.argument("family")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@synth_flags
+def synth_(family: str, directory: Path, **flags: Any) -> None:
+    """Write a small random checkpoint of FAMILY in Hugging Face layout to DIR, which must not exist yet.
+
+    \b
+    FAMILY is llama, qwen3, gemma3, gemma4-12b, gemma4-31b, gemma4-e2b or gemma4-e4b: small models built like these,
+    tokenizer and chat template included, the same bytes for the same flags. What they say means nothing; what they
+    do, in any tensor-parallel set-up, is what the real ones do.
+    """  # noqa: D301  click keeps the line breaks of a paragraph that begins with a backspace
+    from peg.checkpoint.synth_config import SynthOptions
+    from peg.commands.synth import synth
+
+    synth(SynthOptions(family=family, **flags), directory)
+    click.echo(f"{directory}: a random {family}")
 
 
 @cli.command("import")

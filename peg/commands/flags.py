@@ -150,3 +150,26 @@ server_flags = _together(
     _unbuilt("--rebuild-admission", "Requests meanwhile.", "only refuse is there yet", "refuse", REBUILD_ADMISSION),
     click.option("--enable-fault-injection", is_flag=True, help="Open POST /admin/fault. Not for production."),
 )
+synth_flags = _together(
+    click.option("--layers", type=click.IntRange(min=1), help="Layers, if not the family's own few."),
+    click.option("--hidden-size", type=int, default=64, show_default=True, help="A multiple of 16."),
+    click.option("--vocab-size", type=click.IntRange(min=1), help="At least the tokenizer's, which is the default."),
+    click.option("--window", type=click.IntRange(min=1), default=16, show_default=True, help="Of sliding layers."),
+    click.option(
+        "--prefix",
+        type=click.Choice(("model.", "model.language_model.", "language_model.model.")),
+        default="model.",
+        show_default=True,
+        help="Of the text part's tensors: alone, beside a vision tower, and so in older files.",
+    ),
+    click.option(
+        "--spelling",
+        type=click.Choice(("transformers", "hub")),
+        default="transformers",
+        show_default=True,
+        help="Of config.json's fields: as save_pretrained writes them now, or as published files have them.",
+    ),
+    click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16", show_default=True),
+    click.option("--shards", type=click.IntRange(min=1), default=1, show_default=True, help="Weight files."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Where random choices begin."),
+)
