@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
 from peg.config import EngineConfig
+from peg.deadlines import Deadlines
 from peg.errors import EngineUnavailable, InvalidRequest, PegError
 from peg.plan import (
     Cause,
@@ -33,8 +34,9 @@ from peg.plan import (
     TokenLogprobs,
 )
 from peg.ranks.group import RankGroup
-from peg.sched.scheduler import Scheduler, SchedulerLimits, SchedulerStats, Update
-from peg.supervisor import Deadlines, ProcessEnd, Supervisor
+from peg.sched.limits import SchedulerLimits
+from peg.sched.scheduler import Scheduler, SchedulerStats, Update
+from peg.supervisor import EngineDoors, ProcessEnd, Supervisor
 
 log = structlog.get_logger("peg.engine")
 
@@ -145,9 +147,7 @@ class _Open:
 class Engine:
     """One model over one group of ranks, for the life of a process. Owned by the loop."""
 
-    def __init__(
-        self, config: EngineConfig, deadlines: Deadlines | None = None, end: ProcessEnd | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, deadlines: Deadlines | None = None, end: ProcessEnd | None = None) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._open = _Open()
@@ -155,13 +155,15 @@ class Engine:
         self._idle.set()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._turn_due = False
+        self._reopened = asyncio.Event()
         limits = deadlines or Deadlines(step_cap_s=config.step_timeout_s, start_s=config.startup_timeout_s)
-        self._supervisor = Supervisor(
-            limits,
-            end or ProcessEnd(),
-            on_broken=lambda cause: self._from_thread(self._answer_everyone, str(cause)),
-            on_ended=lambda code: self._from_thread(self._set_ended, code),
+        doors = EngineDoors(
+            answer_everyone=lambda cause: self._from_thread(self._answer_everyone, str(cause)),
+            begin_epoch=lambda epoch: self._from_thread(self._begin_epoch, epoch),
+            end=lambda code: self._from_thread(self._set_ended, code),
         )
+        rebuilds = config.on_failure == "rebuild"
+        self._supervisor = Supervisor(limits, end or ProcessEnd(), doors, rebuilds=rebuilds)
         self._group = RankGroup(
             config,
             on_result=lambda outcome: self._from_thread(self._turn, outcome),
@@ -206,6 +208,13 @@ class Engine:
     async def ended(self) -> int:
         """The exit code, once the engine has stopped (0) or failed and wound up (70)."""
         return await asyncio.shield(self._ended)
+
+    async def admission(self, deadline_s: float) -> None:
+        """Wait, bounded, for a rebuild under way to end; return at once in any other state."""
+        waits = (EngineState.BROKEN, EngineState.REBUILDING)
+        if self._config.on_failure == "rebuild" and self.state in waits:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._reopened.wait(), deadline_s)
 
     # --- what is true -----------------------------------------------------------------------------------
 
@@ -314,18 +323,28 @@ class Engine:
     # --- failing closed ---------------------------------------------------------------------------------
 
     def _answer_everyone(self, message: str) -> None:
-        """Give every open request its FAILED terminal; the scheduler is not asked, it may be what failed."""
-        for seq_id, stream in list(self._open.streams.items()):
+        """Give every open request its FAILED terminal; the scheduler comes last, it may be what failed."""
+        self._reopened.clear()
+        streams, self._open = self._open.streams, _Open()
+        for stream in streams.values():
             stream.fail(message)
-            self._open.remove(seq_id)
         self._idle.set()
         self._supervisor.answered()
+        if streams:
+            self._scheduler.fail_all(message)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """The ranks begin again with empty pools: so does the scheduler."""
+        self._scheduler.begin_epoch(epoch)
+        self._supervisor.reopen()
+        self._reopened.set()
 
     def _set_ended(self, code: int) -> None:
+        self._reopened.set()
         if not self._ended.done():
             self._ended.set_result(code)
 
-    def _from_thread(self, callback: object, *args: object) -> None:
+    def _from_thread(self, callback: Callable[..., None], *args: object) -> None:
         """Crossing 2: run something on the loop. A loop that has closed waits for nothing any more."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(callback, *args)

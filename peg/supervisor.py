@@ -18,15 +18,19 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import structlog
 
-from peg.plan import Cause, CauseKind, EngineState, Heartbeat, StepPlan
+from peg.deadlines import Deadlines, StepClock
+from peg.errors import RankError
+from peg.plan import Cause, CauseKind, EngineState, Heartbeat
 
 log = structlog.get_logger("peg.supervisor")
 
 _PUBLISHING = (EngineState.READY, EngineState.DRAINING)
+_NEVER_REBUILT = (CauseKind.RANK_DIED, CauseKind.SUPERVISOR_FAILED, CauseKind.OPERATOR)
 
 
 class RankPort(Protocol):
@@ -50,26 +54,8 @@ class RankPort(Protocol):
     def join(self, deadline_s: float) -> bool:
         """Wait for the rank threads to end; whether all did."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Every wait of the supervisor, in seconds, in one place.
-
-    A step may take `step_factor` times the slowest step of its shape seen so far, at least `step_floor_s`, at most
-    `step_cap_s`; the first step of a shape has the cap alone. After a failure, aborting, joining and lingering run
-    one after another and the process has ended `exit_s` after the failure was found.
-    """
-
-    start_s: float = 600.0
-    step_cap_s: float = 60.0
-    step_floor_s: float = 10.0
-    step_factor: float = 20.0
-    pickup_s: float = 30.0
-    abort_s: float = 1.0
-    join_s: float = 2.0
-    linger_s: float = 2.0
-    exit_s: float = 5.0
-    tick_s: float = 0.01
+    def rebuild(self, epoch: int, deadline_s: float) -> None:
+        """New communicators for a new epoch, weights kept. Raises RankError where a rank does not come back."""
 
 
 class ProcessEnd:
@@ -78,6 +64,10 @@ class ProcessEnd:
     def arm(self, after_s: float) -> None:
         """Start the deadman: a C thread that needs no interpreter lock, dumps all stacks and ends with code 1."""
         faulthandler.dump_traceback_later(after_s, exit=True)
+
+    def disarm(self) -> None:
+        """The engine was rebuilt: no need for the deadman."""
+        faulthandler.cancel_dump_traceback_later()
 
     def exit(self, code: int) -> None:
         """End now, whatever thread did not come back."""
@@ -88,58 +78,27 @@ class ProcessEnd:
         os._exit(code)
 
 
-@dataclass(slots=True)
-class _Issued:
-    """One step in flight. Written by the loop, read by the supervisor's thread."""
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """One time that the engine was rebuilt: the epoch that began, why, and how long clients were refused."""
 
-    step: int
-    shape: tuple[int, int]
-    clock_s: float
+    epoch: int
+    cause: Cause
+    took_s: float
 
 
-class StepClock:
-    """The deadlines of the steps in flight.
+@dataclass(frozen=True, slots=True)
+class EngineDoors:
+    """What the supervisor asks of the engine, from its own thread; each hands over to the loop and returns at once.
 
-    `issued` and `committed` are called by the loop, `late` by the supervisor's thread; the deque's ends are the only
-    thing both touch.
+    `answer_everyone` gives every open request its terminal, then calls `Supervisor.answered`. `begin_epoch` begins
+    with empty pools, as the rebuilt ranks do, then calls `Supervisor.reopen`. `end`: all is wound up, the process
+    should end with this code.
     """
 
-    def __init__(self, deadlines: Deadlines) -> None:
-        self._deadlines = deadlines
-        self._flight: deque[_Issued] = deque()
-        self._slowest: dict[tuple[int, int], float] = {}
-        self.last_commit_s = time.monotonic()
-
-    def issued(self, plan: StepPlan) -> None:
-        """A step was put into the queues; its clock runs from now unless another step is before it."""
-        shape = (plan.num_tokens.bit_length(), len(plan.slices).bit_length())
-        self._flight.append(_Issued(plan.step, shape, time.monotonic()))
-
-    def committed(self, step: int) -> None:
-        """The oldest step in flight is done; the one behind it starts its clock now."""
-        now = time.monotonic()
-        done = self._flight.popleft()
-        assert done.step == step, f"step {step} committed while {done.step} is the oldest in flight"
-        took = now - done.clock_s
-        self._slowest[done.shape] = max(took, self._slowest.get(done.shape, 0.0))
-        if self._flight:
-            self._flight[0].clock_s = now
-        self.last_commit_s = now
-
-    def limit_s(self, shape: tuple[int, int]) -> float:
-        """What a step of this shape may take."""
-        limits = self._deadlines
-        slowest = self._slowest.get(shape)
-        if slowest is None:
-            return limits.step_cap_s
-        return min(limits.step_cap_s, max(limits.step_floor_s, limits.step_factor * slowest))
-
-    def oldest(self) -> _Issued | None:
-        """The step that runs now, as far as the loop knows."""
-        try:
-            return self._flight[0]
-        except IndexError:
-            return None
+    answer_everyone: Callable[[Cause], None]
+    begin_epoch: Callable[[int], None]
+    end: Callable[[int], None]
 
 
 class Supervisor:
@@ -153,23 +112,27 @@ class Supervisor:
         self,
         deadlines: Deadlines,
         end: ProcessEnd,
-        on_broken: Callable[[Cause], None],
-        on_ended: Callable[[int], None],
+        doors: EngineDoors,
+        *,
+        rebuilds: bool = False,
     ) -> None:
         self.state = EngineState.STARTING
         self.epoch = 0
         self.cause: Cause | None = None
         self.secondary: deque[Cause] = deque(maxlen=16)
+        self.rebuilt: tuple[Rebuild, ...] = ()
         self.deadlines = deadlines
         self.clock = StepClock(deadlines)
         self._end = end
-        self._on_broken = on_broken
-        self._on_ended = on_ended
+        self._doors = doors
+        self._rebuilds = rebuilds
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._answered = threading.Event()
+        self._reopened = threading.Event()
         self._released = threading.Event()
         self._ranks: RankPort | None = None
+        self._failed_in = EngineState.STARTING
         self._started_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="peg-supervisor", daemon=False)
 
@@ -193,6 +156,17 @@ class Supervisor:
         """Every request that was open at the failure has its terminal."""
         self._answered.set()
 
+    def reopen(self) -> None:
+        """REBUILDING → READY: the scheduler has begun the new epoch."""
+        with self._lock:
+            if self.state is not EngineState.REBUILDING:
+                return
+            self.clock.restart()
+            self.state, self.cause = EngineState.READY, None
+            self.secondary.clear()
+        log.info("engine state", state=str(self.state), was="rebuilding", epoch=self.epoch)
+        self._reopened.set()
+
     def release(self, deadline_s: float) -> bool:
         """Stop watching, for good; whether the thread came back. The state becomes STOPPED unless BROKEN."""
         with self._lock:
@@ -200,6 +174,7 @@ class Supervisor:
                 self.state = EngineState.STOPPED
         self._released.set()
         self._wake.set()
+        self._reopened.set()
         if self._thread.is_alive():
             self._thread.join(deadline_s)
         return not self._thread.is_alive()
@@ -211,7 +186,7 @@ class Supervisor:
         with self._lock:
             first = self.cause is None and self.state is not EngineState.STOPPED
             if first:
-                self.cause = cause
+                self.cause, self._failed_in = cause, self.state
                 self.state = EngineState.BROKEN
             else:
                 self.secondary.append(cause)
@@ -236,14 +211,13 @@ class Supervisor:
         try:
             while not self._released.is_set():
                 self._wake.wait(self.deadlines.tick_s)
-                if self.cause is not None:
-                    self._wind_up(self.cause)
+                cause = self.cause
+                if cause is None:
+                    self._watch(time.monotonic())
+                elif not self._wind_up(cause):
                     return
-                self._watch(time.monotonic())
         except Exception as error:  # the supervisor's own failure must not leave a process that nobody watches
-            self.fail(
-                Cause(kind=CauseKind.SUPERVISOR_FAILED, message=repr(error), traceback=traceback.format_exc())
-            )
+            self.fail(Cause(kind=CauseKind.SUPERVISOR_FAILED, message=repr(error), traceback=traceback.format_exc()))
             log.exception("the supervisor failed")
             self._end.exit(70)
 
@@ -301,24 +275,75 @@ class Supervisor:
             message=f"step {issued.step} took over {limit:g} s ({where})",
         )
 
-    def _wind_up(self, cause: Cause) -> None:
-        """The order of closing. Each wait is bounded; the deadman ends the process where even this sticks."""
+    def _wind_up(self, cause: Cause) -> bool:
+        """The order of closing; true if the engine was rebuilt, and goes on.
+
+        Each wait is bounded; the deadman ends the process where even this sticks.
+        """
         assert self._ranks is not None
         limits = self.deadlines
         found_s = time.monotonic()
-        reason = str(cause)
-        self._end.arm(limits.exit_s + 1.0)
-        log.error("engine broken", cause=reason, kind=str(cause.kind), rank=cause.rank, step=cause.step)
+        rebuilds = self._may_rebuild(cause)
+        self._end.arm(limits.exit_s + 1.0 + (limits.rebuild_s if rebuilds else 0.0))
+        log.error("engine broken", cause=str(cause), kind=str(cause.kind), rank=cause.rank, step=cause.step)
         if cause.traceback:
             log.error("first cause", traceback=cause.traceback)
-        self._on_broken(cause)
-        self._ranks.poison(reason)
-        aborted = self._ranks.abort(reason, limits.abort_s)
+        self._doors.answer_everyone(cause)
+        self._ranks.poison(str(cause))
+        aborted = self._ranks.abort(str(cause), limits.abort_s)
+        if rebuilds and aborted and self._rebuild(cause, found_s):
+            self._end.disarm()
+            return True
+        self._go(found_s if not rebuilds else time.monotonic())
+        return False
+
+    def _may_rebuild(self, cause: Cause) -> bool:
+        """Whether policy, cause and the number of rebuilds so far allow another one."""
+        recent = [past for past in self.rebuilt if time.monotonic() - past.cause.at_s < self.deadlines.rebuild_window_s]
+        if self._rebuilds and len(recent) >= self.deadlines.rebuild_limit:
+            log.error("rebuilt too often", times=len(recent), within_s=self.deadlines.rebuild_window_s)
+            return False
+        return self._rebuilds and self._failed_in is EngineState.READY and cause.kind not in _NEVER_REBUILT
+
+    def _rebuild(self, cause: Cause, found_s: float) -> bool:
+        """New communicators and empty pools under a new epoch; false where anything does not come back in time."""
+        assert self._ranks is not None
+        with self._lock:
+            self.state = EngineState.REBUILDING
+            self.epoch += 1
+        log.warning("engine state", state=str(self.state), was="broken", epoch=self.epoch)
+        self._wake.clear()
+        self._reopened.clear()
+        try:
+            self._ranks.rebuild(self.epoch, self.deadlines.rebuild_s)
+        except RankError as error:
+            log.warning("not rebuilt", error=str(error))
+        else:
+            if self._answered.wait(self.deadlines.rebuild_s):
+                self._answered.clear()
+                self._doors.begin_epoch(self.epoch)
+                self._reopened.wait(self.deadlines.rebuild_s)
+        if self.state is EngineState.REBUILDING:
+            with self._lock:
+                self.state = EngineState.BROKEN
+            return False
+        self.rebuilt += (Rebuild(self.epoch, cause, time.monotonic() - found_s),)
+        return True
+
+    def _go(self, found_s: float) -> None:
+        """End the process with 70: the threads joined, the listener up for a while after the last answer."""
+        assert self._ranks is not None
+        limits = self.deadlines
         joined = self._ranks.join(limits.join_s)
-        log.info("ranks wound up", aborted=aborted, joined=joined, after_s=round(time.monotonic() - found_s, 3))
-        self._answered.wait(max(0.0, found_s + limits.exit_s - limits.linger_s - time.monotonic()))
-        self._released.wait(min(limits.linger_s, max(0.0, found_s + limits.exit_s - 0.5 - time.monotonic())))
-        self._on_ended(70)
-        came_back = self._released.wait(max(0.0, found_s + limits.exit_s - 0.2 - time.monotonic())) and joined
-        if not came_back:
+        log.info("ranks wound up", joined=joined, after_s=round(time.monotonic() - found_s, 3))
+        left_s = partial(_left_s, found_s + limits.exit_s)
+        self._answered.wait(left_s(limits.linger_s))
+        self._released.wait(min(limits.linger_s, left_s(0.5)))
+        self._doors.end(70)
+        if not (self._released.wait(left_s(0.2)) and joined):
             self._end.exit(70)
+
+
+def _left_s(until_s: float, before_s: float) -> float:
+    """Seconds until `before_s` before a point in time."""
+    return max(0.0, until_s - before_s - time.monotonic())

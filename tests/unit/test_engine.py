@@ -11,6 +11,7 @@ import pytest
 
 import peg.engine
 from peg.config import EngineConfig
+from peg.deadlines import Deadlines
 from peg.engine import Engine, Output, TokenStream
 from peg.errors import EngineUnavailable, InvalidRequest
 from peg.plan import (
@@ -31,7 +32,7 @@ from peg.plan import (
     StepPlan,
     StepResult,
 )
-from peg.supervisor import Deadlines, ProcessEnd
+from peg.supervisor import ProcessEnd
 
 INFO = EngineInfo(
     architecture="Fake",
@@ -101,6 +102,10 @@ class ToldGroup:
     def join(self, deadline_s: float) -> bool:
         return True
 
+    def rebuild(self, epoch: int, deadline_s: float) -> None:
+        self.calls.append("rebuild")
+        self.plans.clear()
+
     def close(self, deadline_s: float) -> bool:
         self.calls.append("close")
         return True
@@ -115,17 +120,20 @@ class RecordedEnd(ProcessEnd):
     def arm(self, after_s: float) -> None:
         pass
 
+    def disarm(self) -> None:
+        pass
+
     def exit(self, code: int) -> None:
         self.codes.append(code)
 
 
 @asynccontextmanager
-async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Engine, ToldGroup]]:
+async def running(monkeypatch: pytest.MonkeyPatch, on_failure: str = "exit") -> AsyncIterator[tuple[Engine, ToldGroup]]:
     monkeypatch.setattr(peg.engine, "RankGroup", ToldGroup)
-    config = EngineConfig(model="fake", model_dir=Path("/nonexistent"))
+    config = EngineConfig(model="fake", model_dir=Path("/nonexistent"), on_failure=on_failure)
     engine = Engine(config, Deadlines(step_cap_s=5, linger_s=0.1, exit_s=1.0), RecordedEnd())
     await engine.start()
-    group = engine._group  # noqa: SLF001 the group is the test's own
+    group = engine._group
     assert isinstance(group, ToldGroup)
     try:
         yield engine, group
@@ -328,3 +336,38 @@ async def test_drain_waits_and_then_fails_the_rest(monkeypatch: pytest.MonkeyPat
         await engine.close()
         assert await engine.ended() == 0
         assert engine.state is EngineState.STOPPED
+
+
+async def test_rebuilt_engine_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rebuild pools are empty, plans carry the new epoch, late results of the old one are dropped."""
+    async with running(monkeypatch, "rebuild") as (engine, group):
+        lost = engine.submit(request("lost"))
+        await settle()
+        old = group.plans[0]
+        group.on_failure(Cause(kind=CauseKind.RANK_RAISED, message="boom"))
+        await asyncio.wait_for(collect(lost), 2)
+        assert lost.terminal is not None
+        assert "boom" in str(lost.terminal.message)
+        await asyncio.wait_for(engine.admission(2), 3)
+        assert engine.state is EngineState.READY
+        group.on_result(StepResult(old.step, old.epoch, (1,)))
+        kept = engine.submit(request("kept", max_tokens=1))
+        await settle()
+        assert [(plan.epoch, plan.step) for plan in group.plans] == [(1, 0)]
+        group.answer(9)
+        assert [output.token_ids for output in await asyncio.wait_for(collect(kept), 2)] == [(9,)]
+        assert engine.stats().scheduler.counters.finished[FinishReason.FAILED] == 1
+
+
+async def test_closing_with_a_step_out_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is open when the engine is closed gets FAILED; its step may still come back."""
+    async with running(monkeypatch) as (engine, group):
+        stream = engine.submit(request("a"))
+        await settle()
+        await engine.close()
+        group.answer(5)
+        await settle()
+        await collect(stream)
+        assert stream.terminal is not None
+        assert stream.terminal.reason is FinishReason.FAILED
+        assert engine.cause is None

@@ -8,11 +8,22 @@ from collections.abc import Callable
 
 import pytest
 
+from peg.deadlines import Deadlines, StepClock
+from peg.errors import RankError
 from peg.plan import Cause, CauseKind, EngineState, Heartbeat, Slice, StepPlan
-from peg.supervisor import Deadlines, ProcessEnd, StepClock, Supervisor
+from peg.supervisor import EngineDoors, ProcessEnd, Supervisor
 
 QUICK = Deadlines(
-    start_s=30, step_cap_s=0.2, step_floor_s=0.05, step_factor=4, pickup_s=0.1, linger_s=0.1, exit_s=0.9, join_s=0.2
+    start_s=30,
+    step_cap_s=0.2,
+    step_floor_s=0.05,
+    step_factor=4,
+    pickup_s=0.1,
+    linger_s=0.1,
+    exit_s=0.9,
+    join_s=0.2,
+    rebuild_s=0.3,
+    rebuild_limit=2,
 )
 
 
@@ -26,6 +37,9 @@ class RecordedEnd(ProcessEnd):
     def arm(self, after_s: float) -> None:
         self.armed_s.append(after_s)
 
+    def disarm(self) -> None:
+        self.armed_s.clear()
+
     def exit(self, code: int) -> None:
         self.codes.append(code)
 
@@ -38,6 +52,7 @@ class ScriptedRanks:
         self.dead: int | None = None
         self.error: str | None = None
         self.joins = True
+        self.comes_back = True
         self.calls: list[str] = []
 
     def heartbeats(self) -> tuple[Heartbeat, ...]:
@@ -56,6 +71,11 @@ class ScriptedRanks:
         self.calls.append("abort")
         return True
 
+    def rebuild(self, epoch: int, deadline_s: float) -> None:
+        self.calls.append("rebuild")
+        if not self.comes_back:
+            raise RankError("rank 1 did not come back")
+
     def join(self, deadline_s: float) -> bool:
         self.calls.append("join")
         return self.joins
@@ -64,19 +84,27 @@ class ScriptedRanks:
 class Rig:
     """A supervisor with scripted ranks and everything it calls recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rebuilds: bool = False) -> None:
         self.end = RecordedEnd()
         self.ranks = ScriptedRanks()
         self.broken: list[Cause] = []
         self.codes: list[int] = []
         self.ended = threading.Event()
-        self.supervisor = Supervisor(QUICK, self.end, self._on_broken, self._on_ended)
+        self.epochs: list[int] = []
+        self.reopens = True
+        doors = EngineDoors(self._on_broken, self._on_epoch, self._on_ended)
+        self.supervisor = Supervisor(QUICK, self.end, doors, rebuilds=rebuilds)
         self.supervisor.start(self.ranks)
 
     def _on_broken(self, cause: Cause) -> None:
         self.ranks.calls.append("answer")
         self.broken.append(cause)
         self.supervisor.answered()
+
+    def _on_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+        if self.reopens:
+            self.supervisor.reopen()
 
     def _on_ended(self, code: int) -> None:
         self.codes.append(code)
@@ -235,3 +263,61 @@ def test_step_deadline_adapts() -> None:
     time.sleep(0.03)
     clock.committed(2)
     assert QUICK.step_floor_s < clock.limit_s(shape.shape) <= QUICK.step_cap_s
+
+
+@pytest.fixture
+def rebuilding() -> object:
+    made = Rig(rebuilds=True)
+    made.supervisor.ready()
+    yield made
+    made.finish()
+
+
+def test_rebuild_begins_a_new_epoch(rebuilding: Rig) -> None:
+    """Under the policy rebuild the engine is READY again, in a new epoch, without a cause, the deadman disarmed."""
+    supervisor = rebuilding.supervisor
+    supervisor.fail(cause("x"))
+    assert within(2, lambda: len(supervisor.rebuilt) == 1)
+    assert rebuilding.ranks.calls == ["answer", "poison", "abort", "rebuild"]
+    assert (supervisor.state, supervisor.epoch, supervisor.cause) == (EngineState.READY, 1, None)
+    assert supervisor.rebuilt[0].cause.message == "x"
+    assert supervisor.may_publish(1)
+    assert not supervisor.may_publish(0)
+    assert rebuilding.end.armed_s == []
+
+
+def test_too_many_rebuilds_end_the_process(rebuilding: Rig) -> None:
+    """Over the limit of rebuilds in the window, the policy is exit."""
+    for number in (1, 2):
+        rebuilding.supervisor.fail(cause(str(number)))
+        assert within(2, lambda number=number: len(rebuilding.supervisor.rebuilt) == number)
+    rebuilding.supervisor.fail(cause("3"))
+    assert rebuilding.ended.wait(2)
+    assert rebuilding.supervisor.cause is not None
+    assert rebuilding.supervisor.cause.message == "3"
+
+
+def test_rank_that_does_not_come_back_is_not_rebuilt(rebuilding: Rig) -> None:
+    """Where a rank is not back at its queue in time the policy is exit, and the cause stays the first one."""
+    rebuilding.ranks.comes_back = False
+    rebuilding.supervisor.fail(cause("x"))
+    assert rebuilding.ended.wait(3)
+    assert rebuilding.supervisor.state is EngineState.BROKEN
+    assert rebuilding.supervisor.cause is not None
+    assert rebuilding.supervisor.cause.message == "x"
+
+
+def test_loop_that_does_not_begin_the_epoch_is_not_waited_for(rebuilding: Rig) -> None:
+    """Where the loop does not take part in a rebuild the policy is exit."""
+    rebuilding.reopens = False
+    rebuilding.supervisor.fail(cause("x"))
+    assert rebuilding.ended.wait(3)
+    assert rebuilding.supervisor.state is EngineState.BROKEN
+
+
+@pytest.mark.parametrize("kind", [CauseKind.RANK_DIED, CauseKind.OPERATOR])
+def test_causes_that_are_never_rebuilt(rebuilding: Rig, kind: CauseKind) -> None:
+    """A dead thread and an operator's stop end the process whatever the policy."""
+    rebuilding.supervisor.fail(Cause(kind=kind, message="x"))
+    assert rebuilding.ended.wait(2)
+    assert "rebuild" not in rebuilding.ranks.calls

@@ -1,0 +1,92 @@
+"""Every deadline of the engine, and the clock of the steps in flight."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from peg.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Every wait of the supervisor, in seconds, in one place.
+
+    A step may take `step_factor` times the slowest step of its shape seen so far, at least `step_floor_s`, at most
+    `step_cap_s`; the first step of a shape has the cap alone. After a failure, aborting, joining and lingering run
+    one after another and the process has ended `exit_s` after the failure was found. Where the engine is to be
+    rebuilt, that takes at most `rebuild_s`, and happens at most `rebuild_limit` times in `rebuild_window_s`.
+    """
+
+    start_s: float = 600.0
+    step_cap_s: float = 60.0
+    step_floor_s: float = 10.0
+    step_factor: float = 20.0
+    pickup_s: float = 30.0
+    abort_s: float = 1.0
+    join_s: float = 2.0
+    linger_s: float = 2.0
+    exit_s: float = 5.0
+    rebuild_s: float = 10.0
+    rebuild_limit: int = 3
+    rebuild_window_s: float = 600.0
+    tick_s: float = 0.01
+
+
+@dataclass(slots=True)
+class IssuedStep:
+    """One step in flight. Written by the loop, read by the supervisor's thread."""
+
+    step: int
+    shape: tuple[int, int]
+    clock_s: float
+
+
+class StepClock:
+    """The deadlines of the steps in flight.
+
+    `issued` and `committed` are called by the loop, `late` by the supervisor's thread; the deque's ends are the only
+    thing both touch.
+    """
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
+        self._flight: deque[IssuedStep] = deque()
+        self._slowest: dict[tuple[int, int], float] = {}
+        self.last_commit_s = time.monotonic()
+
+    def issued(self, plan: StepPlan) -> None:
+        """A step was put into the queues; its clock runs from now unless another step is before it."""
+        shape = (plan.num_tokens.bit_length(), len(plan.slices).bit_length())
+        self._flight.append(IssuedStep(plan.step, shape, time.monotonic()))
+
+    def committed(self, step: int) -> None:
+        """The oldest step in flight is done; the one behind it starts its clock now."""
+        now = time.monotonic()
+        done = self._flight.popleft()
+        assert done.step == step, f"step {step} committed while {done.step} is the oldest in flight"
+        took = now - done.clock_s
+        self._slowest[done.shape] = max(took, self._slowest.get(done.shape, 0.0))
+        if self._flight:
+            self._flight[0].clock_s = now
+        self.last_commit_s = now
+
+    def restart(self) -> None:
+        """A new epoch: nothing is in flight."""
+        self._flight.clear()
+
+    def limit_s(self, shape: tuple[int, int]) -> float:
+        """What a step of this shape may take."""
+        limits = self._deadlines
+        slowest = self._slowest.get(shape)
+        if slowest is None:
+            return limits.step_cap_s
+        return min(limits.step_cap_s, max(limits.step_floor_s, limits.step_factor * slowest))
+
+    def oldest(self) -> IssuedStep | None:
+        """The step that runs now, as far as the loop knows."""
+        try:
+            return self._flight[0]
+        except IndexError:
+            return None
