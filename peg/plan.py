@@ -286,7 +286,10 @@ RankCommand: TypeAlias = Connect | LoadWeights | MakeCache | WarmUp | StepPlan |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What the ranks know once they are loaded; the loop's only source for it."""
+    """What the ranks know once they are loaded; the loop's only source for it.
+
+    `weight_bytes` counts each parameter once, in the model's dtype; `kv_bytes` are the pools of all ranks together.
+    """
 
     architecture: str
     world_size: int

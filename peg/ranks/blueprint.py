@@ -19,7 +19,7 @@ from peg.config import EngineConfig
 from peg.errors import ConfigError
 from peg.models.family import Family
 from peg.models.registry import find_family
-from peg.plan import GroupCapacity, KVGroup, Recurrent
+from peg.plan import EngineInfo, GroupCapacity, KVGroup, Recurrent
 from peg.ranks.capacity import CapacityRequest, divide_budget
 from peg.ranks.machine import has_bf16_instructions
 
@@ -71,9 +71,30 @@ class Blueprint:
         """The pools of one rank within a budget. Raises ConfigError where one whole context does not fit."""
         return divide_budget(self._request, budget_bytes)
 
-    def kv_bytes(self, capacities: Sequence[GroupCapacity]) -> int:
-        """The pools of one rank in bytes."""
-        return sum(capacity.num_blocks * self._request.block_bytes(capacity.group) for capacity in capacities)
+    def describe(
+        self, capacities: tuple[GroupCapacity, ...], communicator: str, load_times_s: Sequence[tuple[str, float]]
+    ) -> EngineInfo:
+        """What the loop and its clients learn, once everything is loaded."""
+        kv_bytes = sum(capacity.num_blocks * self._request.block_bytes(capacity.group) for capacity in capacities)
+        return EngineInfo(
+            architecture=self.directory.architecture,
+            world_size=self.world_size,
+            devices=("cpu",) * self.world_size,
+            communicator=communicator,
+            dtype=self.dtype,
+            vocab_size=self.family_config.vocab_size,
+            eos_token_ids=self.directory.eos_token_ids,
+            forbidden_token_ids=self.family_config.forbidden_token_ids,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            groups=capacities,
+            parameters=self.parameters,
+            weight_bytes=self.parameters * self.torch_dtype.itemsize,
+            kv_bytes=kv_bytes * self.world_size,
+            load_times_s=tuple(load_times_s),
+        )
 
     @property
     def _request(self) -> CapacityRequest:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from peg.config import EngineConfig
@@ -16,7 +15,6 @@ from peg.plan import (
     EngineInfo,
     FailureCallback,
     Fault,
-    GroupCapacity,
     Heartbeat,
     LoadWeights,
     MakeCache,
@@ -28,6 +26,7 @@ from peg.plan import (
     WarmUp,
 )
 from peg.ranks.blueprint import Blueprint, draw_blueprint
+from peg.ranks.clock import Clock, join_all
 from peg.ranks.faults import RankComm, RankFaults
 from peg.ranks.rank import Rank
 from peg.ranks.solo_comm import SoloComm
@@ -92,10 +91,11 @@ class RankGroup:
         Raises UsageError where the checkpoint or the configuration is at fault. Where a rank failed or was late,
         `on_failure` is called and RankError raised. Whatever is raised, the threads are told to end.
         """
-        clock = _Clock(deadline_s)
-        blueprint = draw_blueprint(self._config)
-        clock.lap("validate")
+        clock = Clock(deadline_s)
+        loaded = False
         try:
+            blueprint = draw_blueprint(self._config)
+            clock.lap("validate")
             self._start_threads(blueprint)
             self._all_do(Connect(0), clock.left_s)
             self._all_do(LoadWeights(), clock.left_s)
@@ -104,11 +104,12 @@ class RankGroup:
             self._all_do(MakeCache(capacities), clock.left_s)
             self._all_do(WarmUp(), clock.left_s)
             clock.lap("warm up")
-        except (UsageError, RankError) as error:
-            self.poison(f"the start failed: {error}")
-            self.close(_JOIN_S)
-            raise
-        return self._describe(blueprint, capacities, clock)
+            loaded = True
+        finally:
+            if not loaded:
+                self.poison("the start failed")
+                self.close(_JOIN_S)
+        return blueprint.describe(capacities, self._comms[0].kind, clock.laps)
 
     def rebuild(self, epoch: int, deadline_s: float) -> None:
         """Begin a new epoch after a failure: new communicators, empty rows; weights and pools stay.
@@ -116,7 +117,7 @@ class RankGroup:
         Raises RankError where a rank does not come back to its queue in time, or its communicator to life. What the
         ranks have to tell of the old epoch they have told by the time this returns.
         """
-        clock = _Clock(deadline_s)
+        clock = Clock(deadline_s)
         self._all_do(Settle(), clock.left_s)
         with self._lock:
             self._rendezvous = Rendezvous(self._world_size, epoch)
@@ -139,7 +140,7 @@ class RankGroup:
             for rank in ranks:
                 rank.put(Shutdown())
         threads = (*(rank.thread for rank in ranks), *self._aborts)
-        return _join(threads, deadline_s)
+        return join_all(threads, deadline_s)
 
     # --- steps ------------------------------------------------------------------------------------------
 
@@ -174,9 +175,8 @@ class RankGroup:
 
     def poll(self) -> str | None:
         """The error of a communicator; None while all is well, and once the group is being closed."""
-        if self._closing:
-            return None
-        return next((reason for comm in tuple(self._comms.values()) if (reason := comm.poll())), None)
+        error = self._comm_error()
+        return None if self._closing else error  # in this order: closing is known before a communicator is closed
 
     def poison(self, reason: str) -> None:
         """No rank takes another step, nothing is published; a start that waits ends. The first reason stays."""
@@ -202,18 +202,21 @@ class RankGroup:
                 for helper in self._aborts:
                     helper.start()
             helpers = self._aborts
-        return _join(helpers, deadline_s)
+        return join_all(helpers, deadline_s)
 
     # --- what the ranks tell ----------------------------------------------------------------------------
 
     def connect(self, rank: int, epoch: int) -> RankComm:
         """See `RankListener`."""
+        comm = SoloComm(epoch) if self._world_size == 1 else ThreadComm(self._rendezvous, rank)
         with self._lock:
-            if self._reason is not None or epoch != self._rendezvous.epoch:
-                raise CommAborted(self._reason or f"epoch {epoch} is over")
-            comm = SoloComm(epoch) if self._world_size == 1 else ThreadComm(self._rendezvous, rank)
-            self._comms[rank] = comm
-            return comm
+            reason = self._reason
+            if reason is None:
+                self._comms[rank] = comm
+        if reason is not None:
+            comm.abort(reason)
+            raise CommAborted(reason)
+        return comm
 
     def done(self, rank: int) -> None:
         """See `RankListener`."""
@@ -233,7 +236,7 @@ class RankGroup:
         outcome = ticket.conclude()
         if isinstance(outcome, Cause):
             self._on_failure(outcome)
-        elif self.poll() is None and self._may_publish(outcome.epoch):
+        elif self._comm_error() is None and self._may_publish(outcome.epoch):
             self._on_result(outcome)
 
     def failed(self, cause: Cause, usage: UsageError | None) -> None:
@@ -242,7 +245,8 @@ class RankGroup:
             if self._lockstep is not None and cause.step is None:
                 cause = replace(cause, kind=CauseKind.STARTUP_FAILED)
                 self._lockstep.end(usage or RankError(str(cause)))
-        if usage is None:
+            echo = self._reason is not None and cause.kind is CauseKind.COMM_ERROR  # of the abort, so no news
+        if usage is None and not echo:
             self._on_failure(cause)
 
     # --- helpers ----------------------------------------------------------------------------------------
@@ -281,53 +285,9 @@ class RankGroup:
             self._on_failure(Cause(kind=CauseKind.STARTUP_DEADLINE, message=message, phase=type(command).__name__))
             raise RankError(message)
 
+    def _comm_error(self) -> str | None:
+        return next((error for comm in tuple(self._comms.values()) if (error := comm.poll()) is not None), None)
+
     def _kv_budget_bytes(self) -> int:
         """What the pools of one rank may take: the same on all, as much as the poorest has."""
         return self._config.kv_cache_memory_bytes or min(rank.runner.kv_budget_bytes for rank in self._ranks)
-
-    def _describe(self, blueprint: Blueprint, capacities: tuple[GroupCapacity, ...], clock: _Clock) -> EngineInfo:
-        return EngineInfo(
-            architecture=blueprint.directory.architecture,
-            world_size=self._world_size,
-            devices=("cpu",) * self._world_size,
-            communicator=self._comms[0].kind,
-            dtype=blueprint.dtype,
-            vocab_size=blueprint.family_config.vocab_size,
-            eos_token_ids=blueprint.directory.eos_token_ids,
-            forbidden_token_ids=blueprint.family_config.forbidden_token_ids,
-            max_model_len=blueprint.max_model_len,
-            block_size=blueprint.block_size,
-            max_num_seqs=blueprint.max_num_seqs,
-            max_num_batched_tokens=blueprint.max_num_batched_tokens,
-            groups=capacities,
-            parameters=blueprint.parameters,
-            weight_bytes=blueprint.parameters * blueprint.torch_dtype.itemsize,
-            kv_bytes=blueprint.kv_bytes(capacities) * self._world_size,
-            load_times_s=tuple(clock.laps),
-        )
-
-
-def _join(threads: Sequence[threading.Thread], deadline_s: float) -> bool:
-    """Wait for threads to end; whether all did."""
-    clock = _Clock(deadline_s)
-    for thread in threads:
-        thread.join(clock.left_s)
-    return not any(thread.is_alive() for thread in threads)
-
-
-class _Clock:
-    """Time left until a deadline, and how long things took."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self._started_s = self._lap_s = time.monotonic()
-        self._deadline_s = deadline_s
-        self.laps: list[tuple[str, float]] = []
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._started_s + self._deadline_s - time.monotonic())
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps.append((name, now - self._lap_s))
-        self._lap_s = now

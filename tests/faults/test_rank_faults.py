@@ -67,8 +67,7 @@ def test_fault_with_peers(kind: FaultKind, point: FaultPoint, rank: int, step: s
         assert tiny.group.dead_rank() is None
         assert tiny.group.join(SOON_S)
         assert time.monotonic() - began_s < BOUND_S + 0.5
-    if kind is FaultKind.STALL:
-        assert {failure.kind for failure in tiny.failures} == {CauseKind.COMM_ERROR}
+    assert len(tiny.failures) == (kind is FaultKind.RAISE), "the abort that everyone feels is not news"
 
 
 @pytest.mark.parametrize(("point", "step"), list(product(FaultPoint, STEPS)))
@@ -83,9 +82,8 @@ def test_stall_without_peers(point: FaultPoint, step: str, tmp_path: Path) -> No
         time.sleep(0.05)
         assert tiny.outcomes.empty()
         assert tiny.group.abort("a test", BOUND_S)
-        cause = tiny.first_failure(BOUND_S)
-        assert (cause.kind, cause.message) == (CauseKind.COMM_ERROR, "CommAborted: a test")
-    assert rank_threads() == []
+        assert tiny.group.join(BOUND_S)
+    assert tiny.failures == []
 
 
 def test_steps_are_counted_from_the_injection(tmp_path: Path) -> None:
