@@ -45,21 +45,24 @@ class SchedulerLimits:
         )
 
     def max_tokens(self, request: SequenceRequest) -> int:
-        """How many tokens the request may sample at most. Raises InvalidRequest where it is over the context."""
-        prompt = len(request.prompt_ids)
-        wanted = request.max_tokens
+        """How many tokens the request may sample at most. Raises InvalidRequest where the context has no room."""
+        prompt, wanted = len(request.prompt_ids), request.max_tokens
+        left = self.max_model_len - prompt
+        context = f"the context is {self.max_model_len} tokens"
         if prompt == 0:
-            raise InvalidRequest("the prompt is empty: at least one token is needed", "prompt")
-        if wanted is not None and wanted < 0:
+            raise InvalidRequest("the prompt is empty: it must have at least one token", "prompt")
+        if wanted is None:
+            if left < 1:
+                raise InvalidRequest(f"the prompt has {prompt} tokens: {context}, one of them to sample", "prompt")
+            return left
+        if wanted < 0:
             raise InvalidRequest(f"max_tokens {wanted}: must be at least 0", "max_tokens")
-        if prompt + (1 if wanted is None else wanted) > self.max_model_len:
-            asked = "" if wanted is None else f" and max_tokens {wanted}, together {prompt + wanted}"
+        if wanted > left:
             raise InvalidRequest(
-                f"the prompt has {prompt} tokens{asked}: the context is {self.max_model_len} tokens"
-                + (" and one must be left to sample" if wanted is None else ""),
-                "prompt" if wanted is None or prompt >= self.max_model_len else "max_tokens",
+                f"the prompt has {prompt} tokens and max_tokens is {wanted}, together {prompt + wanted}: {context}",
+                "max_tokens" if left > 0 else "prompt",
             )
-        return self.max_model_len - prompt if wanted is None else wanted
+        return wanted
 
     def check_ids(self, request: SequenceRequest) -> None:
         """Raises InvalidRequest for an id that the model has not, or that a prompt may not hold."""

@@ -15,7 +15,7 @@ class Sequence:
     """One sequence on its way through the engine. Owned by the loop.
 
     `planned` counts the tokens that are stored once every issued step is done, `committed` those stored by the
-    last committed one. `prompt_seen` is how much of the prompt was ever committed: what is recomputed after a
+    last committed one, `end` those it stores at most. `prompt_seen` is how much of the prompt was ever committed: what is recomputed after a
     preemption is not reported again. `last_step` is the last issued step that names the sequence.
     """
 
@@ -68,7 +68,7 @@ class Sequence:
         return self.prompt_len + len(self.outputs)
 
     def restart(self) -> None:
-        """Preempted: the committed tokens are the whole state, everything else is computed again."""
+        """Without a row again: its committed tokens are its whole state, what was stored is computed again."""
         self.planned = self.committed = 0
         self.row = NO_ROW
 
