@@ -15,8 +15,9 @@ class Sequence:
     """One sequence on its way through the engine. Owned by the loop.
 
     `planned` counts the tokens that are stored once every issued step is done, `committed` those stored by the
-    last committed one, `end` those it stores at most. `prompt_seen` is how much of the prompt was ever committed: what is recomputed after a
-    preemption is not reported again. `last_step` is the last issued step that names the sequence.
+    last committed one, `end` those it stores at most. `prompt_seen` is how much of the prompt was ever committed:
+    what is recomputed after a preemption is not reported again. `last_step` is the last issued step that names the
+    sequence.
     """
 
     __slots__ = (
