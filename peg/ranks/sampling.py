@@ -7,6 +7,7 @@ largest score wins, the lowest id among equals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Sampler:
 
     def __init__(self, first_id: int, vocab_share: int, forbidden_ids: Sequence[int]) -> None:
         self._first_id = first_id
-        self._vocab_share = vocab_share
+        self._ids = torch.arange(first_id, first_id + vocab_share, dtype=torch.int32)
         local = [token - first_id for token in forbidden_ids if 0 <= token - first_id < vocab_share]
         self._forbidden = torch.tensor(local, dtype=torch.int64) if local else None
 
@@ -58,14 +59,13 @@ class Sampler:
 
         Raises RankError where a row has no finite largest logit.
         """
-        scores = self._candidates(logits, draws, comm)
-        noisy = [row for row, draw in enumerate(draws) if not draw.greedy]
-        if noisy:
-            if scores is logits:
-                scores = logits.clone()
-            scores[noisy] = self._perturb(scores[noisy], [draws[row] for row in noisy])
-        best, index = scores.max(dim=-1)
-        keys = order_keys(best.masked_fill_(best.isnan(), float("inf")), index + self._first_id)
+        if self._forbidden is not None:
+            logits = logits.index_fill(1, self._forbidden, float("-inf"))
+        floors = _floors(logits, draws, comm)
+        picks = [self._pick(row, draw, floor) for row, draw, floor in zip(logits, draws, floors, strict=True)]
+        best = torch.stack([score for score, _ in picks])
+        ids = torch.stack([index for _, index in picks]) + self._first_id
+        keys = order_keys(best.masked_fill_(best.isnan(), float("inf")), ids)
         gathered = keys.new_empty(comm.world_size, len(draws))
         comm.all_gather(gathered, keys)
         winners = gathered.amax(dim=0)
@@ -74,23 +74,26 @@ class Sampler:
             raise RankError(f"the logits of row {int(finite.logical_not().nonzero()[0])} of the batch are not finite")
         return key_ids(winners)
 
-    def _candidates(self, logits: Tensor, draws: Sequence[Draw], comm: Communicator) -> Tensor:
-        """The logits, those that may not be chosen −inf; the same object if that is none."""
-        if self._forbidden is not None:
-            logits = logits.index_fill(1, self._forbidden, float("-inf"))
-        filtered = [row for row, draw in enumerate(draws) if draw.filtered]
-        if not filtered:
-            return logits
+    def _pick(self, logits: Tensor, draw: Draw, floor: float) -> tuple[Tensor, Tensor]:
+        """The best score among this rank's logits [V/R] of one row, and its index."""
+        if draw.greedy:
+            score, index = logits.max(dim=0)
+            return score, index
+        if floor > -math.inf:
+            logits = logits.masked_fill(logits < floor, -math.inf)
+        noise = gumbel(self._ids, noise_key(draw.params.seed, draw.position))
+        score, index = noise.add_(logits / draw.params.temperature).max(dim=0)
+        return score, index
+
+
+def _floors(logits: Tensor, draws: Sequence[Draw], comm: Communicator) -> list[float]:
+    """For each row the smallest logit that may be chosen."""
+    floors = [-math.inf] * len(draws)
+    filtered = [row for row, draw in enumerate(draws) if draw.filtered]
+    if filtered:
         mine = logits[filtered]
         everyone = mine.new_empty(comm.world_size, *mine.shape)
         comm.all_gather(everyone, mine)
-        whole = everyone.transpose(0, 1).flatten(1)
-        floors = [smallest_logit(whole[place], draws[row].params) for place, row in enumerate(filtered)]
-        mine.masked_fill_(mine < torch.tensor(floors)[:, None], float("-inf"))
-        return logits.index_copy(0, torch.tensor(filtered), mine)
-
-    def _perturb(self, scores: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """Scores at each row's temperature, with its noise."""
-        temperatures = torch.tensor([draw.params.temperature for draw in draws])
-        keys = torch.tensor([noise_key(draw.params.seed, draw.position) for draw in draws], dtype=torch.int32)
-        return scores.div_(temperatures[:, None]).add_(gumbel(keys, self._first_id, self._vocab_share))
+        for place, row in enumerate(filtered):
+            floors[row] = smallest_logit(everyone[:, place].flatten(), draws[row].params)
+    return floors

@@ -113,8 +113,8 @@ def test_logits_that_are_not_finite_are_refused(bad: float, world_size: int) -> 
 
 def test_noise_is_gumbel_noise() -> None:
     """Mean, variance and quantiles of a million numbers are those of the Gumbel distribution; the tail is there."""
-    keys = torch.tensor([noise_key(seed, 11) for seed in range(20)], dtype=torch.int32)
-    noise = gumbel(keys, 0, 50_000).double()
+    ids = torch.arange(50_000, dtype=torch.int32)
+    noise = torch.stack([gumbel(ids, noise_key(seed, 11)) for seed in range(20)]).double()
     assert noise.isfinite().all()
     assert abs(float(noise.mean()) - 0.5772156649) < 0.005
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
@@ -125,19 +125,21 @@ def test_noise_is_gumbel_noise() -> None:
 
 def test_noise_of_neighbours_is_independent() -> None:
     """Tokens, positions and seeds that are close by have uncorrelated noise."""
-    base = gumbel(torch.tensor([noise_key(5, 100)], dtype=torch.int32), 0, 100_000)[0]
+    ids = torch.arange(100_000, dtype=torch.int32)
+    first, second = noise_key(5, 100)
+    base = gumbel(ids, (first, second))
     others = [noise_key(5, 101), noise_key(6, 100), noise_key(5 + (1 << 32), 100), noise_key(4, 101)]
-    rows = [base.roll(1), *gumbel(torch.tensor(others, dtype=torch.int32), 0, 100_000)]
-    for row in rows:
+    others += [(first ^ 1, second + 1), (first ^ 0xFFFF, second ^ 0xFFFF), (second, first)]
+    for row in (base.roll(1), base.roll(16), *(gumbel(ids, key) for key in others)):
         assert abs(float(torch.corrcoef(torch.stack((base, row)))[0, 1])) < 0.015
 
 
 def test_noise_has_known_bits() -> None:
     """The integers are those of lowbias32, step by step in plain Python; nothing may change them unseen."""
 
-    def mix(value: int) -> int:
+    def mix(value: int, between: int = 0) -> int:
         value ^= value >> 16
-        value = value * 0x7FEB352D % 2**32
+        value = value * 0x7FEB352D % 2**32 ^ between
         value ^= value >> 15
         value = value * 0x846CA68B % 2**32
         return value ^ value >> 16
@@ -148,12 +150,11 @@ def test_noise_has_known_bits() -> None:
         for word in (seed % 2**32, seed >> 32, position):
             key = mix(key ^ word)  # noqa: PLW2901
         keys.append(key)
-    assert [key % 2**32 for key in noise_key(seed, position)] == keys
-    noise = gumbel(torch.tensor([noise_key(seed, position)], dtype=torch.int32), 3, 200)[0]
-    for index in range(200):
-        bits = mix(mix(3 + index ^ keys[0]) ^ keys[1])
-        uniform = ((bits >> 1) + 0.5) * 2.0**-31
-        assert math.isclose(float(noise[index]), -math.log(-math.log1p(-uniform)), rel_tol=1e-5, abs_tol=1e-5)
+    assert noise_key(seed, position) == tuple(keys)
+    noise = gumbel(torch.arange(200, dtype=torch.int32), noise_key(seed, position))
+    for token in range(200):
+        uniform = ((mix(token ^ keys[0], keys[1]) >> 1) + 0.5) * 2.0**-31
+        assert math.isclose(float(noise[token]), -math.log(-math.log1p(-uniform)), rel_tol=1e-5, abs_tol=1e-5)
 
 
 # --- distributions ----------------------------------------------------------------------------------------
