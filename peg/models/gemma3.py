@@ -102,14 +102,7 @@ class Gemma3:
         """See `Family`. Files with a vision tower list few fields; the others have the class's defaults."""
         outer = Fields(config)
         fields = outer.section("text_config") or outer
-        outer.expect("quantization_config")
-        fields.expect("quantization_config")
-        fields.expect("model_type", "gemma3_text")
-        fields.expect("hidden_activation", "gelu_pytorch_tanh")
-        fields.expect("attention_bias", False)
-        fields.expect("attn_logit_softcapping")
-        fields.expect("final_logit_softcapping")  # only one of the two classes would read it
-        fields.expect("use_bidirectional_attention", False)
+        _refuse_what_peg_cannot_run(outer, fields)
         layers = fields.integer("num_hidden_layers")
         heads, kv_heads = (
             fields.integer("num_attention_heads", default=8),
@@ -248,6 +241,17 @@ class Gemma3:
         k = apply_rope(rms_norm_fp32(heads[:, H : H + G], layer.k_norm, eps), step.cos, step.sin)
         cache.write(k, heads[:, H + G :], step.slots)
         return layer.o(paged_attention(q, cache.k, cache.v, step.plan, self.config.scale).flatten(1))
+
+
+def _refuse_what_peg_cannot_run(outer: Fields, fields: Fields) -> None:
+    outer.expect("quantization_config")
+    fields.expect("quantization_config")
+    fields.expect("model_type", "gemma3_text")
+    fields.expect("hidden_activation", "gelu_pytorch_tanh")
+    fields.expect("attention_bias", False)
+    fields.expect("attn_logit_softcapping")
+    fields.expect("final_logit_softcapping")  # only one of the two classes would read it
+    fields.expect("use_bidirectional_attention", False)
 
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:

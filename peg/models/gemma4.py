@@ -7,7 +7,7 @@ layer and token to the stream (per-layer embeddings), and their last layers read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -23,10 +23,10 @@ from peg.kernels.linear import Linear, pack
 from peg.kernels.norm import rms_norm_add_, rms_norm_fp32, rms_normalize
 from peg.kernels.rope import apply_rope, proportional_frequencies
 from peg.models.comm import Communicator
-from peg.models.gemma4_config import FULL, AttentionKind, Gemma4Config, parse_gemma4
+from peg.models.gemma4_config import AttentionKind, Gemma4Config, parse_gemma4, projections, tensor_shapes
 from peg.models.heads import HeadShare, share_heads
 from peg.models.inputs import LayerCache, StepInputs
-from peg.models.layers import QKV, AttentionStep, Head, Mlp, begin_attention, load_o, load_qkv
+from peg.models.layers import AttentionStep, Head, Mlp, begin_attention, load_o, load_qkv
 from peg.plan import Full, KVGroup, SlidingWindow
 
 _TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.")
@@ -111,8 +111,7 @@ class Gemma4:
             for name in ("k_proj", "v_proj", "k_norm", "v_norm")
         ]
         return Manifest(
-            tuple(TensorSpec(f"model.{name}", shape) for name, shape in _shapes(config))
-            + (() if config.tied else (TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size)),)),
+            tuple(TensorSpec(name, shape) for name, shape in tensor_shapes(config)),
             skipped_prefixes=(*(f"model.{tower}" for tower in _TOWERS), *shared),
             renamed_prefixes=(("model.language_model.", "model."),),
         )
@@ -149,7 +148,9 @@ class Gemma4:
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache], comm: Communicator) -> Tensor:
         """See `Model`."""
         eps = self.config.norm_eps
-        residual = _embed_scaled(inputs.token_ids, self.embedding, self.first_id, comm)
+        residual = embed(inputs.token_ids, self.embedding, self.first_id)
+        comm.all_reduce_(residual)
+        residual.mul_(_rounded_root(residual.shape[1], residual.dtype))
         added = self._per_layer_inputs(inputs.token_ids, residual, comm)
         steps = [
             begin_attention(inputs, index, caches[group.first_layer], group.frequencies, group.kind.window)
@@ -199,72 +200,19 @@ class Gemma4:
         return context.add_(tokens.mul_(scale).view(shape)).mul_(2**-0.5)
 
 
-def _embed_scaled(token_ids: Tensor, table: Tensor, first_id: int, comm: Communicator) -> Tensor:
-    """Embeddings [T, M] times the root of M, from one rank's rows of the table."""
-    rows = embed(token_ids, table, first_id)
-    comm.all_reduce_(rows)
-    return rows.mul_(_rounded_root(rows.shape[1], rows.dtype))
-
-
 def _rounded_root(size: int, dtype: torch.dtype) -> float:
     """The square root as the dtype has it: in bf16 off by up to 0.2 %, and part of the model."""
     return float(torch.tensor(size**0.5).to(dtype))
 
 
-def _shapes(config: Gemma4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    M, P = config.hidden_size, config.per_layer_size
-    yield "embed_tokens.weight", (config.vocab_size, M)
-    yield "norm.weight", (M,)
-    if P:
-        yield "embed_tokens_per_layer.weight", (config.per_layer_vocab_size, config.num_layers * P)
-        yield "per_layer_model_projection.weight", (config.num_layers * P, M)
-        yield "per_layer_projection_norm.weight", (P,)
-    for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config, layer).items():
-            yield f"layers.{layer}.{name}.weight", shape
-        yield f"layers.{layer}.layer_scalar", (1,)
-
-
-def _layer_shapes(config: Gemma4Config, layer: int) -> dict[str, tuple[int, ...]]:
-    M, P, kind, shared = config.hidden_size, config.per_layer_size, config.kind(layer), config.is_shared(layer)
-    q, kv = config.query_heads * kind.head_dim, kind.kv_heads * kind.head_dim
-    mlp = config.shared_mlp_size if shared else config.mlp_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (M,),
-        "self_attn.q_proj": (q, M),
-        "self_attn.q_norm": (kind.head_dim,),
-        "self_attn.o_proj": (M, q),
-        "post_attention_layernorm": (M,),
-        "pre_feedforward_layernorm": (M,),
-        "mlp.gate_proj": (mlp, M),
-        "mlp.up_proj": (mlp, M),
-        "mlp.down_proj": (M, mlp),
-        "post_feedforward_layernorm": (M,),
-    }
-    if not shared:
-        shapes |= {f"self_attn.{name}": (kv, M) for name in _projections(config, layer)[1:]}
-        shapes["self_attn.k_norm"] = (kind.head_dim,)
-    if P:
-        shapes |= {"per_layer_input_gate": (P, M), "per_layer_projection": (M, P), "post_per_layer_input_norm": (M,)}
-    return shapes
-
-
-def _projections(config: Gemma4Config, layer: int) -> tuple[str, ...]:
-    """Which of q, k and v a layer has."""
-    if config.is_shared(layer):
-        return QKV[:1]
-    return QKV[:2] if config.k_eq_v and config.layer_types[layer] == FULL else QKV
-
-
 def _load_group(config: Gemma4Config, source: TensorSource, name: str) -> _Group:
     kind = config.kinds[name]
+    frequencies = proportional_frequencies(kind.head_dim, kind.theta, kind.rotated, kind.rope_factor)
     return _Group(
         first_layer=config.groups[name][0],
         heads=share_heads(config.query_heads, kind.kv_heads, source.world_size, source.rank),
         kind=kind,
-        frequencies=proportional_frequencies(kind.head_dim, kind.theta, kind.rotated, kind.rope_factor).to(
-            source.device
-        ),
+        frequencies=frequencies.to(source.device),
     )
 
 
@@ -274,6 +222,14 @@ def _load_per_layer_embedding(config: Gemma4Config, source: TensorSource) -> _Pe
         first_id=source.rank * shard_size(config.per_layer_vocab_size, source.world_size),
         projection=pack(source.whole("model.per_layer_model_projection.weight")),
         norm=source.whole("model.per_layer_projection_norm.weight"),
+    )
+
+
+def _load_per_layer(source: TensorSource, name: str) -> _PerLayer:
+    return _PerLayer(
+        gate=pack(source.whole(f"{name}.per_layer_input_gate.weight")),
+        projection=pack(source.whole(f"{name}.per_layer_projection.weight")),
+        norm=source.whole(f"{name}.post_per_layer_input_norm.weight"),
     )
 
 
@@ -288,7 +244,7 @@ def _load_layer(config: Gemma4Config, source: TensorSource, groups: Sequence[_Gr
     return _Layer(
         group=index,
         owner=config.owner(layer),
-        qkv=load_qkv(source, f"{name}.self_attn", heads, head_dim, _projections(config, layer)),
+        qkv=load_qkv(source, f"{name}.self_attn", heads, head_dim, projections(config, layer)),
         q_norm=norm("self_attn.q_norm"),
         k_norm=None if config.is_shared(layer) else norm("self_attn.k_norm"),
         o=load_o(source, f"{name}.self_attn", heads, head_dim),
@@ -297,12 +253,6 @@ def _load_layer(config: Gemma4Config, source: TensorSource, groups: Sequence[_Gr
         attention_norm=norm("post_attention_layernorm"),
         mlp_input_norm=norm("pre_feedforward_layernorm"),
         mlp_norm=norm("post_feedforward_layernorm"),
-        per_layer=_PerLayer(
-            gate=pack(source.whole(f"{name}.per_layer_input_gate.weight")),
-            projection=pack(source.whole(f"{name}.per_layer_projection.weight")),
-            norm=norm("post_per_layer_input_norm"),
-        )
-        if config.per_layer_size
-        else None,
+        per_layer=_load_per_layer(source, name) if config.per_layer_size else None,
         scalar=source.whole(f"{name}.layer_scalar"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peg.checkpoint.fields import Fields
@@ -119,6 +119,55 @@ def parse_gemma4(config: Mapping[str, object]) -> Gemma4Config:
             token_id for name in _MODALITY_IDS for token_id in outer.token_ids(name) if token_id < vocab_size
         ),
     )
+
+
+def tensor_shapes(config: Gemma4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor."""
+    M, P, layers = config.hidden_size, config.per_layer_size, config.num_layers
+    yield "model.embed_tokens.weight", (config.vocab_size, M)
+    yield "model.norm.weight", (M,)
+    if not config.tied:
+        yield "lm_head.weight", (config.vocab_size, M)
+    if P:
+        yield "model.embed_tokens_per_layer.weight", (config.per_layer_vocab_size, layers * P)
+        yield "model.per_layer_model_projection.weight", (layers * P, M)
+        yield "model.per_layer_projection_norm.weight", (P,)
+    for layer in range(layers):
+        for name, shape in _layer_shapes(config, layer).items():
+            yield f"model.layers.{layer}.{name}.weight", shape
+        yield f"model.layers.{layer}.layer_scalar", (1,)
+
+
+def _layer_shapes(config: Gemma4Config, layer: int) -> dict[str, tuple[int, ...]]:
+    M, P, kind, shared = config.hidden_size, config.per_layer_size, config.kind(layer), config.is_shared(layer)
+    q, kv = config.query_heads * kind.head_dim, kind.kv_heads * kind.head_dim
+    mlp = config.shared_mlp_size if shared else config.mlp_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (M,),
+        "self_attn.q_proj": (q, M),
+        "self_attn.q_norm": (kind.head_dim,),
+        "self_attn.o_proj": (M, q),
+        "post_attention_layernorm": (M,),
+        "pre_feedforward_layernorm": (M,),
+        "mlp.gate_proj": (mlp, M),
+        "mlp.up_proj": (mlp, M),
+        "mlp.down_proj": (M, mlp),
+        "post_feedforward_layernorm": (M,),
+    }
+    if not shared:
+        shapes |= {f"self_attn.{name}": (kv, M) for name in projections(config, layer)[1:]}
+        shapes["self_attn.k_norm"] = (kind.head_dim,)
+    if P:
+        shapes |= {"per_layer_input_gate": (P, M), "per_layer_projection": (M, P), "post_per_layer_input_norm": (M,)}
+    return shapes
+
+
+def projections(config: Gemma4Config, layer: int) -> tuple[str, ...]:
+    """Which of the products for q, k and v a layer has."""
+    if config.is_shared(layer):
+        return ("q_proj",)
+    k_only = config.k_eq_v and config.layer_types[layer] == FULL
+    return ("q_proj", "k_proj") if k_only else ("q_proj", "k_proj", "v_proj")
 
 
 def _refuse_what_peg_cannot_run(outer: Fields, fields: Fields) -> None:

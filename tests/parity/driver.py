@@ -77,7 +77,8 @@ class Driver:
         random.Random(0).shuffle(free)
         self.free = [list(free) for _ in self.groups]
         self.sequences: dict[int, Row] = {}
-        cores = max(1, (os.cpu_count() or 1) // world_size)
+        # Small products are not worth sharing out.
+        cores = max(1, (os.cpu_count() or 1) // world_size) if self.config.hidden_size > 256 else 1
         self.pool = ThreadPoolExecutor(world_size, initializer=torch.set_num_threads, initargs=(cores,))
 
     def _make_caches(self) -> list[PoisonedCache]:
