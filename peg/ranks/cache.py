@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,5 +81,10 @@ def make_caches(
         assert not isinstance(group, Recurrent), "refused when the blueprint was drawn"
         shape = (capacity.num_blocks, block_size, group.kv_heads, group.head_dim)
         for layer in group.layers:
-            caches[layer] = PagedCache(layer, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), digest)
+            caches[layer] = PagedCache(layer, _zeros(shape, dtype), _zeros(shape, dtype), digest)
     return caches
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only once they are written to; torch.zeros touches every page."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -12,7 +12,7 @@ from peg.checkpoint.source import shard_size
 from peg.models.comm import Communicator
 from peg.models.family import Model
 from peg.models.inputs import LayerCache
-from peg.plan import GroupCapacity, RankAck, Slice, StepPlan, TokenLogprobs
+from peg.plan import GroupCapacity, RankAck, SamplingParams, Slice, StepPlan, TokenLogprobs
 from peg.ranks.blueprint import Blueprint
 from peg.ranks.cache import WriteDigest, make_caches
 from peg.ranks.inputs import build_inputs, padding_inputs
@@ -82,10 +82,9 @@ class Runner:
         """Run the model on padding tokens, as a chunk and as one token, and sample from what comes out."""
         plan = self._blueprint
         for tokens in (plan.block_size, 1):
-            hidden = self._model.forward(
-                padding_inputs(tokens, len(plan.groups), plan.block_size), self.caches, self._comm
-            )
-        self._model.logits(hidden)
+            inputs = padding_inputs(tokens, len(plan.groups), plan.block_size)
+            hidden = self._model.forward(inputs, self.caches, self._comm)
+        self._sampler.sample(self._model.logits(hidden), [Draw(SamplingParams(), 0)], self._comm)
 
     def close(self, deadline_s: float) -> None:
         """Close the communicator."""

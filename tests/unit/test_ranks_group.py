@@ -167,6 +167,23 @@ def test_a_rank_that_fails_in_the_start_ends_all(
     assert rank_threads() == []
 
 
+def test_a_faulty_checkpoint_found_while_loading_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A UsageError on one rank comes out of the start as it is, although its peers feel the abort."""
+    whole = Runner.warm_up
+
+    def broken(self: Runner) -> None:
+        if self.rank == 1:
+            raise CheckpointError("a truncated file")
+        whole(self)
+
+    monkeypatch.setattr(Runner, "warm_up", broken)
+    tiny = TinyGroup(write_config(tmp_path), 3)
+    with pytest.raises(CheckpointError, match="a truncated file"):
+        tiny.group.start(SOON_S)
+    assert rank_threads() == []
+    assert tiny.failures == []
+
+
 def test_a_rank_that_is_late_in_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start's deadline names phase and rank, and the start returns although the rank does not."""
     go_on = threading.Event()
@@ -404,8 +421,13 @@ def test_cores_are_divided_among_the_ranks(tmp_path: Path, monkeypatch: pytest.M
         whole(self)
 
     monkeypatch.setattr(Runner, "warm_up", look)
-    with tiny_group(tmp_path, 3):
-        pass
+    torch.set_num_threads(5)
+    try:
+        with tiny_group(tmp_path, 3):
+            pass
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(cores_per_rank(1))
     assert counts == [cores_per_rank(3)] * 3
 
 

@@ -183,6 +183,18 @@ def test_digests_differ_wherever_the_work_differs() -> None:
     assert len({after(*same), *digests}) == len(variants) + 1
 
 
+def test_a_digest_tells_layers_apart() -> None:
+    """One layer that stores twice does not make up for another that does not store."""
+    digests = []
+    for layers in ((0, 1, 2), (0, 0, 2), (0, 2, 1)):
+        caches, digest = pools()
+        slots = torch.tensor([4, 5])
+        for layer in layers:
+            caches[layer].write(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2), slots)
+        digests.append(digest.value)
+    assert len(set(digests)) == 3
+
+
 def test_a_reused_tensor_with_new_slots_is_read_again() -> None:
     """The slots' bytes are read once a step, not once for ever, even where the tensor object is the same."""
     caches, digest = pools()
