@@ -7,8 +7,8 @@ not read, or is replaced by zeros, so that no number there (NaN included) can re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from peg.kernels.attention_tiles import combine_kernel, decode_kernel, prefill_k
 from peg.kernels.device import on_cpu
 
 _LOG2_E = 1.4426950408889634
+_FEW_KEYS = 128  # fewer cost a call of the reference as much as these
 _MAX_SPLITS = 64
 _FILLING = 264  # programs that keep a large card busy: two a multiprocessor of an H200
 
@@ -74,17 +75,14 @@ def plan_attention(layout: SliceLayout, tables: Tensor, k_cache: Tensor, window:
     """
     if not on_cpu("attention", k_cache):
         return AttentionPlan(layout, tables, window)
-    calls: list[_Call] = []
-    start = index = 0
-    for single, run in groupby(layout.query_lens, key=lambda queries: queries == 1):
-        for group in [list(run)] if single else [[queries] for queries in run]:
-            stop = index + len(group)
-            contexts = layout.context_lens_host[index:stop]
-            if len(group) == 1:
-                calls.append(_plan_slice(start, group[0], contexts[0], tables[index], k_cache, window))
-            else:
-                calls.append(_plan_decodes(start, contexts, tables[index:stop], k_cache, window))
-            start, index = start + sum(group), stop
+    calls, start = [], 0
+    for first, stop in _runs(layout, window):
+        queries, contexts = layout.query_lens[first], layout.context_lens_host[first:stop]
+        if stop - first == 1:
+            calls.append(_plan_slice(start, queries, contexts[0], tables[first], k_cache, window))
+        else:
+            calls.append(_plan_decodes(start, contexts, tables[first:stop], k_cache, window))
+        start += queries * (stop - first)
     return AttentionPlan(layout, tables, window, tuple(calls))
 
 
@@ -97,6 +95,19 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attention
         return _paged_attention(q, k_cache, v_cache, plan, scale)
     outputs = [_attend(q, k_cache, v_cache, call, scale) for call in plan.calls]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _runs(layout: SliceLayout, window: int | None) -> Iterator[tuple[int, int]]:
+    """Split the slices into those that one call takes: a chunk, or decodes that padding does not make twice as long."""
+    first = longest = total = 0
+    for index, (queries, context) in enumerate(zip(layout.query_lens, layout.context_lens_host, strict=True)):
+        keys = max(_FEW_KEYS, min(context, window or context))
+        wasteful = max(longest, keys) * (index - first + 1) > 2 * (total + keys)
+        if index > first and (wasteful or queries > 1 or layout.query_lens[first] > 1):
+            yield first, index
+            first, longest, total = index, 0, 0
+        longest, total = max(longest, keys), total + keys
+    yield first, len(layout.query_lens)
 
 
 def _plan_slice(start: int, queries: int, context: int, table: Tensor, k_cache: Tensor, window: int | None) -> _Call:

@@ -91,6 +91,7 @@ STEPS = {
     "equal decodes": ((1, 1), (21, 21)),
     "whole prompt": ((19,), (19,)),
     "chunk": ((7,), (30,)),
+    "decodes far apart": ((1, 1, 1), (9, 600, 30)),
     "mixed": ((1, 1, 5, 1, 12, 1), (33, 2, 17, 8, 12, 40)),
 }
 
@@ -112,6 +113,18 @@ def test_paged_attention(step: str, window: int | None, dtype: torch.dtype) -> N
     parts = zip(q.split(list(queries)), pool.k, pool.v, strict=True)
     expected = torch.cat([attend_slowly(part, k, v, window, 0.3) for part, k, v in parts])
     check(out, expected, roundings=3, absolute=1e-5 if dtype == torch.float32 else 2 * HALF_ULP[dtype])
+
+
+def test_padding_never_doubles_the_work() -> None:
+    """Decodes of very different contexts are not padded to the longest: at most twice their own keys are read."""
+    contexts = tuple(random.Random(0).choices((1, 5, 40, 300, 5000), k=60))
+    tables = torch.ones(len(contexts), 5000 // 16 + 1, dtype=torch.int32)
+    ones = torch.ones(len(contexts) + 1, dtype=torch.int32)
+    layout = SliceLayout(ones.cumsum(0), torch.tensor(contexts), (1,) * len(contexts), contexts)
+    plan = plan_attention(layout, tables, torch.zeros(2, 16, 1, 8))
+    read = sum(len(call.blocks) * 16 for call in plan.calls)
+    assert sum(contexts) <= read <= 2 * sum(max(128, context) + 16 for context in contexts)
+    assert len(plan.calls) < len(contexts) / 2
 
 
 # --- the others -------------------------------------------------------------------------------------------
