@@ -20,7 +20,6 @@ from peg.plan import (
     MakeCache,
     RankAck,
     RankCommand,
-    Settle,
     Shutdown,
     Skipped,
     StepFailed,
@@ -122,9 +121,7 @@ class Rank:
                 self.runner.make_cache(groups)
             case WarmUp():
                 self.runner.warm_up()
-            case Settle():
-                pass
-            case Shutdown():
+            case Shutdown() if self._epoch >= 0:
                 self.runner.close(_CLOSE_S)
         self._listener.done(self.rank)
 

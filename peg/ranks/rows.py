@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from peg.plan import NewRow, SamplingParams, StepPlan
+from peg.plan import SamplingParams, StepPlan
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class SamplingRows:
         for row in plan.released_rows:
             self._rows[row] = None
         for new in plan.new_rows:
-            self._rows[new.row] = _row_of(new)
+            self._rows[new.row] = Row(new.params, new.prompt_ids, new.output_ids)
 
     def __getitem__(self, row: int) -> Row:
         found = self._rows[row]
@@ -46,7 +46,3 @@ class SamplingRows:
         """What a step sampled, now that the host knows it."""
         for row, token_id in zip(rows, token_ids, strict=True):
             self[row].sampled.append(token_id)
-
-
-def _row_of(new: NewRow) -> Row:
-    return Row(new.params, new.prompt_ids, new.output_ids)

@@ -165,6 +165,7 @@ def test_a_rank_that_fails_in_the_start_ends_all(
     assert (cause.kind, cause.rank) == (CauseKind.STARTUP_FAILED, rank)
     assert "in broken" in cause.traceback
     assert rank_threads() == []
+    assert len(tiny.failures) == 1
 
 
 def test_a_faulty_checkpoint_found_while_loading_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +362,10 @@ def test_other_failures_are_the_engines(world_size: int, decode: bool, tmp_path:
         assert (cause.kind, cause.rank, cause.step) == (CauseKind.RANK_RAISED, world_size - 1, plan.step)
         assert cause.phase == "forward"
         assert "InjectedFault" in cause.traceback
-        tiny.group.abort(str(cause), 1.0)
+        assert tiny.group.abort(str(cause), 1.0)
+        assert tiny.group.join(SOON_S)
+        assert [beat.step for beat in tiny.group.heartbeats()] == [plan.step] * world_size
+        assert len(tiny.failures) == 1
         assert tiny.outcomes.empty()
 
 
