@@ -12,6 +12,7 @@ ON_FAILURE = ("exit", "rebuild")
 REBUILD_ADMISSION = ("refuse", "wait")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIG = ("auto", "none")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 def _at_least(flag: str, value: float | None, limit: float) -> None:
@@ -42,6 +43,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int | None = None
+    scheduling_policy: str = "fcfs"
     block_size: int = 16
     seed: int = 0
     enforce_eager: bool = False
@@ -60,6 +62,7 @@ class EngineConfig:
         _at_least("--max-num-seqs", self.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _at_least("--max-num-queued-reqs", self.max_num_queued_reqs, 0)
+        _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _at_least("--block-size", self.block_size, 1)
         _at_least("--step-timeout", self.step_timeout_s, 0.01)
         _one_of("--on-failure", self.on_failure, ON_FAILURE)

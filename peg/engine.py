@@ -186,7 +186,10 @@ class Engine:
                 raise EngineUnavailable(str(self.cause)) from None
             await self.close()
             raise
-        self._scheduler = Scheduler(SchedulerLimits.of(self._info, self._config.max_num_queued_reqs))
+        priorities = self._config.scheduling_policy == "priority"
+        self._scheduler = Scheduler(
+            SchedulerLimits.of(self._info, self._config.max_num_queued_reqs, priorities=priorities)
+        )
         if not self._supervisor.ready():
             raise EngineUnavailable(str(self.cause))
 

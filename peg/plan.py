@@ -86,6 +86,7 @@ class SequenceRequest:
     `max_tokens` None means: up to the context. The model's own end-of-sequence ids stop it unless `ignore_eos`.
     `prompt_logprobs` is the number of top logprobs wanted at every prompt position, None for none. A `host_paced`
     sequence needs its last token on the host before its next step: it is planned only once that is committed.
+    A smaller `priority` goes first; any but 0 needs an engine that goes by priorities.
     """
 
     request_id: str
@@ -96,6 +97,7 @@ class SequenceRequest:
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
     host_paced: bool = False
+    priority: int = 0
 
 
 # --- the step ---------------------------------------------------------------------------------------------

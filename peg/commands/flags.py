@@ -16,6 +16,7 @@ from peg.config import (
     LOAD_FORMATS,
     ON_FAILURE,
     REBUILD_ADMISSION,
+    SCHEDULING_POLICIES,
     EngineConfig,
     ServerConfig,
 )
@@ -137,6 +138,13 @@ server_flags = _together(
     _flag(ServerConfig, "--api-key", "api_keys", str, "Key that requests must bring; repeatable. Also: $PEG_API_KEY."),
     _flag(ServerConfig, "--admin-key", "admin_key", str, "Key for the admin routes. Also: $PEG_ADMIN_KEY."),
     _flag(EngineConfig, "--max-num-queued-reqs", "max_num_queued_reqs", int, "Requests that may wait; then 429."),
+    _flag(
+        EngineConfig,
+        "--scheduling-policy",
+        "scheduling_policy",
+        click.Choice(SCHEDULING_POLICIES),
+        "priority: requests with a smaller priority go first.",
+    ),
     _flag(ServerConfig, "--shutdown-timeout", "shutdown_timeout_s", float, "Seconds to finish requests on SIGTERM."),
     _flag(
         ServerConfig,

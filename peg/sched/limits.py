@@ -13,7 +13,7 @@ class SchedulerLimits:
     """The numbers that the scheduler keeps to, for one epoch.
 
     `max_num_seqs` is the number of rows. `max_num_queued_reqs` is how many may wait beyond those that a free row
-    is there for, None for any number.
+    is there for, None for any number. Without `priorities` every request has the same one.
     """
 
     block_size: int
@@ -25,11 +25,14 @@ class SchedulerLimits:
     eos_token_ids: frozenset[int] = field(default=frozenset())
     forbidden_token_ids: frozenset[int] = field(default=frozenset())
     max_num_queued_reqs: int | None = None
+    priorities: bool = False
     epoch: int = 0
     max_in_flight: int = 2
 
     @classmethod
-    def of(cls, info: EngineInfo, max_num_queued_reqs: int | None, epoch: int = 0) -> SchedulerLimits:
+    def of(
+        cls, info: EngineInfo, max_num_queued_reqs: int | None, epoch: int = 0, *, priorities: bool = False
+    ) -> SchedulerLimits:
         """The limits of a loaded engine."""
         return cls(
             block_size=info.block_size,
@@ -41,6 +44,7 @@ class SchedulerLimits:
             eos_token_ids=frozenset(info.eos_token_ids),
             forbidden_token_ids=frozenset(info.forbidden_token_ids),
             max_num_queued_reqs=max_num_queued_reqs,
+            priorities=priorities,
             epoch=epoch,
         )
 
@@ -63,6 +67,13 @@ class SchedulerLimits:
                 "max_tokens" if left > 0 else "prompt",
             )
         return wanted
+
+    def check_priority(self, request: SequenceRequest) -> None:
+        """Raises InvalidRequest for a priority that would change nothing."""
+        if request.priority != 0 and not self.priorities:
+            raise InvalidRequest(
+                f"priority {request.priority}: only 0, without --scheduling-policy priority", "priority"
+            )
 
     def check_ids(self, request: SequenceRequest) -> None:
         """Raises InvalidRequest for an id that the model has not, or that a prompt may not hold."""

@@ -7,9 +7,9 @@ from bisect import bisect_left, insort
 from peg.sched.sequence import NO_ROW, Sequence
 
 
-def _order(sequence: Sequence) -> int:
-    """Who goes first, and is preempted last: sequence ids count arrivals."""
-    return sequence.seq_id
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """Who goes first, and is preempted last: by priority, smaller first, then by arrival, which sequence ids count."""
+    return sequence.request.priority, sequence.seq_id
 
 
 class Queues:

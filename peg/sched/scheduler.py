@@ -100,6 +100,7 @@ class Scheduler:
         limits = self._limits
         max_tokens = limits.max_tokens(request)
         limits.check_ids(request)
+        limits.check_priority(request)
         prompt = len(request.prompt_ids)
         never = self._memory.why_never(stored_at_most(prompt, max_tokens), limits.max_num_batched_tokens)
         if never is not None:
