@@ -65,7 +65,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a choice ended: the word for clients, and the stop string or stop token where one ended it."""
+    """How a choice ended: the word for clients, and the stop string or stop token id of the request that ended it."""
 
     reason: str
     stop_reason: str | int | None
@@ -94,6 +94,7 @@ class Choice:
         self._stream = stream
         self._text = generation.rules.text()
         self._hidden_ids = generation.hidden_ids
+        self._stop_token_ids = generation.stop_token_ids
 
     async def follow(self, sink: Sink) -> None:
         """Hand everything to `sink` as it comes. Raises SequenceFailed where the sequence failed."""
@@ -108,7 +109,8 @@ class Choice:
         if terminal.reason not in _REASONS:
             raise SequenceFailed(terminal)
         tail = self._text.finish()
-        stop = self._text.matched if terminal.stop_token_id is None else terminal.stop_token_id
+        asked_for = terminal.stop_token_id in self._stop_token_ids  # the model's own end is no stop that was asked for
+        stop = terminal.stop_token_id if asked_for else self._text.matched
         await sink.finish(self, tail, Finish(_REASONS[terminal.reason], stop))
 
     def _feed(self, output: Output) -> str:

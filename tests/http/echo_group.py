@@ -28,7 +28,8 @@ from peg.plan import (
     StepResult,
 )
 
-# Ids of the small byte-level tokenizer: its end-of-turn token, and one that no prompt may hold.
+# Ids of the small byte-level tokenizer: its turns' first and last token, and one that no prompt may hold.
+BOS = 291
 EOS = 292
 FORBIDDEN = 294
 PADDED_VOCABULARY = 304

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -18,11 +19,12 @@ import uvloop
 
 import peg.engine
 from peg.config import EngineConfig, ServerConfig
+from peg.deadlines import Deadlines
 from peg.engine import Engine
 from peg.plan import EngineState
 from peg.server.run import listening, live
 from peg.server.service import Service
-from peg.supervisor import Deadlines, ProcessEnd
+from peg.supervisor import ProcessEnd
 from tests.http.echo_group import EchoGroup
 from tests.unit.small_tokenizers import byte_level
 
@@ -51,6 +53,9 @@ class RecordedEnd(ProcessEnd):
         self.codes: list[int] = []
 
     def arm(self, after_s: float) -> None:
+        pass
+
+    def disarm(self) -> None:
         pass
 
     def exit(self, code: int) -> None:
@@ -104,10 +109,16 @@ class Server:
         return self.service.address
 
     def call(self, function: Callable[[], T]) -> T:
-        async def run() -> T:
-            return function()
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        def run() -> None:
+            try:
+                outcome.set_result(function())
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self.loop.call_soon_threadsafe(run)
+        return outcome.result(10)
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout_s: float = 20
@@ -232,3 +243,9 @@ def echo_config(folder: Path, **fields: Any) -> EngineConfig:
 def echo_in_place_of_ranks(monkeypatch: Any) -> None:
     """Engines made from now on have ranks that echo."""
     monkeypatch.setattr(peg.engine, "RankGroup", EchoGroup)
+
+
+def joined(events: list[Any], index: int = 0) -> str:
+    """A choice's text out of a stream of either kind."""
+    found = [each for event in events for each in event["choices"] if each["index"] == index]
+    return "".join(each["text"] if "text" in each else each["delta"].get("content", "") for each in found)

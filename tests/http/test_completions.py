@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.http.echo_group import EOS
-from tests.http.serving import Answer, Server
+from tests.http.serving import Answer, Server, joined
 
 # Prompts that are echoed: multi-byte characters whose tokens are parts of characters, and plain words.
 TEXTS = (
@@ -31,12 +30,6 @@ def choice(answer: Answer) -> Any:
     assert answer.status == 200, answer.body
     (only,) = answer.json["choices"]
     return only
-
-
-def joined(events: list[Any], index: int = 0) -> str:
-    """A choice's text out of a stream of either kind."""
-    found = [each for event in events for each in event["choices"] if each["index"] == index]
-    return "".join(each["text"] if "text" in each else each["delta"].get("content", "") for each in found)
 
 
 def test_a_completion_has_the_documented_shape(server: Server) -> None:
@@ -67,7 +60,7 @@ def test_a_chat_completion_has_the_documented_shape(server: Server) -> None:
     assert document == {
         "object": "chat.completion",
         "model": "echo",
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": EOS}],
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
         "system_fingerprint": None,
     }
@@ -99,7 +92,10 @@ def test_a_chat_stream_has_the_documented_events(server: Server) -> None:
     ]
     *pieces, last = events[1:]
     assert joined(pieces) == "the cat"
-    assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": EOS}]
+    assert all(set(event["choices"][0]["delta"]) == {"content"} and "usage" not in event for event in pieces)
+    assert last["choices"] == [
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
 
 
 @pytest.mark.parametrize("stops", STOPS, ids=repr)
@@ -153,6 +149,8 @@ def test_a_stop_token_ends_the_text(server: Server) -> None:
     ids = server.post("/tokenize", {"prompt": "the cat"}).json["tokens"]
     ended = choice(server.complete("the cat", stop_token_ids=[ids[1]]))
     assert (ended["text"], ended["finish_reason"], ended["stop_reason"]) == ("the", "stop", ids[1])
+    kept = choice(server.complete("the cat", stop_token_ids=[ids[1]], include_stop_str_in_output=True))
+    assert (kept["text"], kept["stop_reason"]) == ("the cat", ids[1])
 
 
 def test_choices_are_prompt_major_and_a_prompt_counts_once(server: Server) -> None:

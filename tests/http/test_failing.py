@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from peg.config import EngineConfig, ServerConfig
+from peg.deadlines import Deadlines
 from peg.errors import CheckpointError
 from peg.plan import EngineState
-from peg.supervisor import Deadlines
+from peg.server.service import ModelTexts
 from tests.http.serving import Answer, Server, serving
 from tests.http.test_leaving import COMPLETION, echo_with, long_answer
 
-FAST = Deadlines(step_cap_s=0.5, linger_s=0.5)
+FAST = Deadlines(step_cap_s=1.0, linger_s=1.0)
 
 
 class Clients:
@@ -60,7 +61,7 @@ def test_everyone_is_answered_when_a_rank_fails(echo: EngineConfig, kind: str) -
             assert ("injected" if kind == "raise" else "took over") in last["error"]["message"]
         for answer in waiting.wait():
             assert (answer.status, answer.error["code"]) == (503, "engine_failed")
-        assert max(streams.ended_s + waiting.ended_s) - struck_s < (0.5 if kind == "raise" else 1.5)
+        assert max(streams.ended_s + waiting.ended_s) - struck_s < (1.0 if kind == "raise" else FAST.step_cap_s + 1.0)
         health = server.get("/health")
         assert (health.status, health.json["status"]) == (503, "broken")
         assert ("injected" if kind == "raise" else "took over") in health.json["cause"]
@@ -88,6 +89,23 @@ def test_until_it_is_loaded_the_answer_is_503(echo: EngineConfig) -> None:
         assert server.get("/health").json["status"] == "ready"
 
 
+def test_it_is_ready_only_once_the_texts_are_there(echo: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is ready before the tokenizer is still starting, to everyone who asks."""
+    load, go = ModelTexts.load, threading.Event()
+
+    def slowly(*args: Any) -> ModelTexts:
+        assert go.wait(10)
+        return load(*args)
+
+    monkeypatch.setattr(ModelTexts, "load", slowly)
+    with serving(echo, wait_ready=False) as server:
+        server.wait_for(lambda: server.service.engine.state is EngineState.READY, "the engine is ready")
+        assert server.get("/health").json["status"] == "starting"
+        assert server.complete("the").status == 503
+        go.set()
+        server.wait_for(lambda: server.service.state is EngineState.READY, "ready")
+
+
 def test_a_stop_lets_streams_finish(echo: EngineConfig) -> None:
     """While it drains two streams run to their end, a new request gets 503, and the exit code is 0."""
     with serving(echo) as server:
@@ -100,6 +118,26 @@ def test_a_stop_lets_streams_finish(echo: EngineConfig) -> None:
         assert server.complete("the").status == 503
         for answer in clients.wait():
             assert answer.events[-1]["choices"][0]["finish_reason"] == "length"
+        server.thread.join(5)
+    assert server.exit_codes == [0]
+
+
+def test_a_slow_reader_gets_its_answer_to_the_end(echo: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the shutdown timeout a drain also waits for what is generated and not yet read."""
+    monkeypatch.setattr("peg.server.run._CLOSING_S", 0.05)
+    with serving(echo, ServerConfig(served_model_names=("x" * 50_000,))) as server:
+        with server.open(COMPLETION, long_answer(stream=True)) as sock:
+            server.wait_for(
+                lambda: server.service.engine.stats().scheduler.counters.generated_tokens == 200, "all said"
+            )
+            server.loop.call_soon_threadsafe(server.stop.set)
+            time.sleep(0.5)
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                part = sock.recv(1 << 20)
+                assert part, "the answer was cut"
+                received += part
+        assert b"data: [DONE]\n\n" in received[-50:]
         server.thread.join(5)
     assert server.exit_codes == [0]
 

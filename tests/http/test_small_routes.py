@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from peg.config import EngineConfig, ServerConfig
-from tests.http.echo_group import FORBIDDEN
-from tests.http.serving import Server, serving
+from tests.http.echo_group import BOS, FORBIDDEN
+from tests.http.serving import Server, model_dir, serving
 
 
 def test_models_are_listed_and_shown(echo: EngineConfig) -> None:
@@ -86,3 +90,26 @@ def test_sampling_defaults_come_from_the_checkpoint(server: Server, echo: Engine
     assert server.post("/v1/completions", body | {"temperature": 1}).json["choices"][0]["text"] == "fghi"
     with serving(echo, ServerConfig(generation_config="none")) as bare:
         assert bare.post("/v1/completions", body).json["choices"][0]["text"] == "fghi"
+
+
+def test_the_beginning_of_a_text_is_marked_once(echo: EngineConfig, tmp_path: Path) -> None:
+    """A tokenizer that adds BOS does so for a completion's text; ids and a conversation are taken as they are."""
+    folder = model_dir(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": True}))
+    with serving(replace(echo, model_dir=folder)) as server:
+
+        def tokens(**body: object) -> list[int]:
+            found: list[int] = server.post("/tokenize", body).json["tokens"]
+            return found
+
+        bare = tokens(prompt="the cat", add_special_tokens=False)
+        assert tokens(prompt="the cat") == tokens(prompt="<|im_start|>the cat") == [BOS, *bare]
+        messages = [{"role": "user", "content": "the cat"}]
+        assert tokens(messages=messages) == bare
+        assert tokens(messages=messages, add_special_tokens=True) == [BOS, *bare]
+        for prompt, counted in (("the cat", 3), ("<|im_start|>the cat", 3), (bare, 2), ([BOS, *bare], 3)):
+            assert server.complete(prompt).json["usage"]["prompt_tokens"] == counted
+        assert server.complete("the cat", add_special_tokens=False).json["usage"]["prompt_tokens"] == 2
+        assert server.chat("the cat", max_tokens=1).json["usage"]["prompt_tokens"] == 2
+        assert server.chat("the cat", max_tokens=1, add_special_tokens=True).json["usage"]["prompt_tokens"] == 3
