@@ -25,6 +25,8 @@ from peg.ranks.machine import has_bf16_instructions
 
 _CPU_MAX_NUM_SEQS = 16
 _CPU_MAX_NUM_BATCHED_TOKENS = 512
+_CUDA_MAX_NUM_SEQS = 256
+_CUDA_MAX_NUM_BATCHED_TOKENS = 2048
 _TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -72,14 +74,18 @@ class Blueprint:
         return divide_budget(self._request, budget_bytes)
 
     def describe(
-        self, capacities: tuple[GroupCapacity, ...], communicator: str, load_times_s: Sequence[tuple[str, float]]
+        self,
+        capacities: tuple[GroupCapacity, ...],
+        devices: tuple[str, ...],
+        communicator: str,
+        load_times_s: Sequence[tuple[str, float]],
     ) -> EngineInfo:
         """What the loop and its clients learn, once everything is loaded."""
         kv_bytes = sum(capacity.num_blocks * self._request.block_bytes(capacity.group) for capacity in capacities)
         return EngineInfo(
             architecture=self.directory.architecture,
             world_size=self.world_size,
-            devices=("cpu",) * self.world_size,
+            devices=devices,
             communicator=communicator,
             dtype=self.dtype,
             vocab_size=self.family_config.vocab_size,
@@ -117,8 +123,7 @@ class Blueprint:
 
 def draw_blueprint(config: EngineConfig) -> Blueprint:
     """Read the model directory and settle what the configuration left open. Raises UsageError; reads no weights."""
-    if config.devices != ("cpu",):
-        raise ConfigError(f"--devices {','.join(config.devices)}: only cpu ranks are there so far")
+    on_cpu = config.devices == ("cpu",)
     directory = open_model_directory(config.model_dir)
     family = find_family(directory.architecture)
     family_config = family.parse(directory.config)
@@ -134,11 +139,12 @@ def draw_blueprint(config: EngineConfig) -> Blueprint:
         stored=None if config.load_format == "dummy" else open_weights(config.model_dir, manifest),
         groups=groups,
         world_size=config.tensor_parallel_size,
-        dtype=_choose_dtype(config.dtype, directory, family),
+        dtype=_choose_dtype(config, directory, family),
         block_size=config.block_size,
         max_model_len=_choose_max_model_len(config.max_model_len, family_config.max_positions),
-        max_num_seqs=config.max_num_seqs or _CPU_MAX_NUM_SEQS,
-        max_num_batched_tokens=config.max_num_batched_tokens or _CPU_MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=config.max_num_seqs or (_CPU_MAX_NUM_SEQS if on_cpu else _CUDA_MAX_NUM_SEQS),
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or (_CPU_MAX_NUM_BATCHED_TOKENS if on_cpu else _CUDA_MAX_NUM_BATCHED_TOKENS),
         seed=config.seed,
     )
     if config.kv_cache_memory_bytes is not None:
@@ -146,13 +152,16 @@ def draw_blueprint(config: EngineConfig) -> Blueprint:
     return blueprint
 
 
-def _choose_dtype(asked: str, directory: ModelDirectory, family: type[Family]) -> str:
+def _choose_dtype(config: EngineConfig, directory: ModelDirectory, family: type[Family]) -> str:
     """The checkpoint's own by default; on a CPU fp32 in place of fp16, and of bf16 if it has no instructions for it."""
-    if asked == "float16":
+    asked, on_cpu = config.dtype, config.devices == ("cpu",)
+    if asked == "float16" and on_cpu:
         raise ConfigError("--dtype float16: not on a CPU, where nobody has measured it; take bfloat16 or float32")
     chosen = asked
     if asked == "auto":
-        chosen = "bfloat16" if directory.dtype == "bfloat16" and has_bf16_instructions() else "float32"
+        chosen = directory.dtype
+        if on_cpu:
+            chosen = "bfloat16" if chosen == "bfloat16" and has_bf16_instructions() else "float32"
     if chosen not in family.dtypes:
         raise ConfigError(f"--dtype {asked}: {directory.architecture} runs in {', '.join(family.dtypes)}")
     return chosen

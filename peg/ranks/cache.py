@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from peg.kernels.cache import write_kv
 from peg.models.inputs import LayerCache
 from peg.plan import GroupCapacity, Recurrent
+from peg.ranks.device import HostArray
 
 
 class WriteDigest:
@@ -22,23 +23,26 @@ class WriteDigest:
     filled the same slots, layer by layer. Owned by the rank's thread.
     """
 
-    __slots__ = ("_checksum", "_slots", "value")
+    __slots__ = ("_known", "value")
 
     def __init__(self) -> None:
         self.value = 0
-        self._slots: Tensor | None = None
-        self._checksum = 0
+        self._known: tuple[tuple[Tensor, int], ...] = ()
+
+    def begin(self, slots: Iterable[tuple[Tensor, HostArray]]) -> None:
+        """A step begins: the slots of each group as they are on the device, and as they are on the host."""
+        self._known = tuple((there, zlib.crc32(here.tobytes())) for there, here in slots)
 
     def stored(self, layer: int, slots: Tensor) -> None:
-        """K and V went to `slots` int64 [T]. All layers of a group share one tensor, whose bytes are read once."""
-        if slots is not self._slots:
-            self._slots, self._checksum = slots, zlib.crc32(slots.numpy().data)
-        self.value = hash((self.value, layer, self._checksum))
+        """K and V went to `slots`, which all layers of a group share."""
+        checksum = next((checksum for known, checksum in self._known if known is slots), None)
+        assert checksum is not None, "K and V were stored at slots that are not the step's"
+        self.value = hash((self.value, layer, checksum))
 
     def advanced(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """A step ended: these rows hold so many tokens now."""
         self.value = hash((self.value, *rows, *tokens))
-        self._slots = None
+        self._known = ()
 
 
 class PagedCache:
@@ -72,7 +76,12 @@ class _NoCache:
 
 
 def make_caches(
-    capacities: Sequence[GroupCapacity], num_layers: int, block_size: int, dtype: torch.dtype, digest: WriteDigest
+    capacities: Sequence[GroupCapacity],
+    num_layers: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    digest: WriteDigest,
 ) -> list[LayerCache]:
     """Allocate the pools of one rank; one entry per layer."""
     caches: list[LayerCache] = [_NoCache()] * num_layers
@@ -81,10 +90,12 @@ def make_caches(
         assert not isinstance(group, Recurrent), "refused when the blueprint was drawn"
         shape = (capacity.num_blocks, block_size, group.kv_heads, group.head_dim)
         for layer in group.layers:
-            caches[layer] = PagedCache(layer, _zeros(shape, dtype), _zeros(shape, dtype), digest)
+            caches[layer] = PagedCache(layer, _zeros(shape, dtype, device), _zeros(shape, dtype, device), digest)
     return caches
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only once they are written to; torch.zeros touches every page."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory only once they are written to; torch.zeros touches every page."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from peg.errors import CommAborted, InjectedFault
 from peg.plan import Fault, FaultKind, FaultPoint
+from peg.ranks.nccl_comm import NcclComm
 from peg.ranks.solo_comm import SoloComm
 from peg.ranks.thread_comm import ThreadComm
 
-RankComm: TypeAlias = SoloComm | ThreadComm
+RankComm: TypeAlias = SoloComm | ThreadComm | NcclComm
 """The communicators that have an inside to strike in."""
 
 _STALL_TICK_S = 0.002

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from peg.config import EngineConfig
@@ -27,10 +27,12 @@ from peg.plan import (
 )
 from peg.ranks.blueprint import Blueprint, draw_blueprint
 from peg.ranks.clock import Clock, join_all
+from peg.ranks.device import Device
+from peg.ranks.devices import open_devices, open_nccl
 from peg.ranks.faults import RankComm, RankFaults
+from peg.ranks.meeting import Meeting
+from peg.ranks.nccl import Nccl
 from peg.ranks.rank import Rank
-from peg.ranks.solo_comm import SoloComm
-from peg.ranks.thread_comm import Rendezvous, ThreadComm
 from peg.ranks.tickets import Answer, Ticket
 
 _ABORT_S = 1.0
@@ -75,7 +77,8 @@ class RankGroup:
         self._may_publish = may_publish
         self._lock = threading.Lock()
         self._ranks: tuple[Rank, ...] = ()
-        self._rendezvous = Rendezvous(self._world_size, 0)
+        self._nccl: Nccl | None = None
+        self._meeting = Meeting(self._world_size, 0, None)
         self._comms: dict[int, RankComm] = {}
         self._tickets: dict[int, Ticket] = {}
         self._lockstep: _Lockstep | None = None
@@ -94,22 +97,26 @@ class RankGroup:
         clock = Clock(deadline_s)
         loaded = False
         try:
+            devices, self._nccl = open_devices(self._config), open_nccl(self._config)
             blueprint = draw_blueprint(self._config)
             clock.lap("validate")
-            self._start_threads(blueprint)
-            self._all_do(Connect(0), clock.left_s)
+            self._meeting = Meeting(self._world_size, 0, self._nccl)
+            self._start_threads(blueprint, devices)
             self._all_do(LoadWeights(), clock.left_s)
             clock.lap("load")
+            self._all_do(Connect(0), clock.left_s)
+            clock.lap("connect")
+            self._all_do(WarmUp(), clock.left_s)
             capacities = blueprint.capacities(self._kv_budget_bytes())
             self._all_do(MakeCache(capacities), clock.left_s)
-            self._all_do(WarmUp(), clock.left_s)
             clock.lap("warm up")
             loaded = True
         finally:
             if not loaded:
                 self.poison("the start failed")
                 self.close(_JOIN_S)
-        return blueprint.describe(capacities, self._comms[0].kind, clock.laps)
+        names = tuple(device.name for device in devices)
+        return blueprint.describe(capacities, names, self._comms[0].kind, clock.laps)
 
     def rebuild(self, epoch: int, deadline_s: float) -> None:
         """Begin a new epoch after a failure: new communicators, empty rows; weights and pools stay.
@@ -119,9 +126,9 @@ class RankGroup:
         """
         clock = Clock(deadline_s)
         self._all_do(Settle(), clock.left_s)
+        meeting = Meeting(self._world_size, epoch, self._nccl)
         with self._lock:
-            self._rendezvous = Rendezvous(self._world_size, epoch)
-            self._comms, self._aborts, self._reason = {}, (), None
+            self._meeting, self._comms, self._aborts, self._reason = meeting, {}, (), None
         self._all_do(Connect(epoch), clock.left_s)
 
     def close(self, deadline_s: float) -> bool:
@@ -186,7 +193,7 @@ class RankGroup:
             self._tickets.clear()
             if self._lockstep is not None:
                 self._lockstep.end(RankError(reason))
-            epoch, ranks = self._rendezvous.epoch, self._ranks
+            epoch, ranks = self._meeting.epoch, self._ranks
         for rank in ranks:
             rank.poison(epoch)
 
@@ -208,7 +215,8 @@ class RankGroup:
 
     def connect(self, rank: int, epoch: int) -> RankComm:
         """See `RankListener`."""
-        comm = SoloComm(epoch) if self._world_size == 1 else ThreadComm(self._rendezvous, rank)
+        comm = self._meeting.join(rank, self._ranks[rank].runner.device)
+        assert comm.epoch == epoch, (comm.epoch, epoch)
         with self._lock:
             reason = self._reason
             if reason is None:
@@ -256,9 +264,11 @@ class RankGroup:
         for rank in self._ranks:
             rank.put(command)
 
-    def _start_threads(self, blueprint: Blueprint) -> None:
+    def _start_threads(self, blueprint: Blueprint, devices: Sequence[Device]) -> None:
         inject = self._config.enable_fault_injection
-        ranks = tuple(Rank(blueprint, rank, self, RankFaults() if inject else None) for rank in range(self._world_size))
+        ranks = tuple(
+            Rank(blueprint, rank, device, self, RankFaults() if inject else None) for rank, device in enumerate(devices)
+        )
         with self._lock:
             if self._closing:
                 raise RankError("closed before it was started")

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from peg.errors import RankError
+from peg.kernels.ordering import key_ids, key_logits, order_keys
 from peg.models.comm import Communicator
 from peg.plan import TokenLogprobs
-from peg.ranks.ordering import key_ids, key_logits, order_keys
+
+NUM_SCORES = 4
+"""How many tensors `Scorer.score` returns."""
 
 _CHUNK_BYTES = 16 << 20  # of logits; with all that is made of them under 200 MB
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A token whose log-probability is wanted, with those of the `top` likeliest ones beside it."""
-
-    token_id: int
-    top: int
 
 
 class Scorer:
@@ -33,35 +26,36 @@ class Scorer:
         self._chunk = max(1, _CHUNK_BYTES // (4 * vocab_share))
 
     def score(
-        self, logits: Callable[[slice], Tensor], targets: Sequence[Target], comm: Communicator
-    ) -> list[TokenLogprobs]:
-        """Exact log-softmax before temperature, of one target a row; every rank gets the same numbers.
+        self, logits: Callable[[slice], Tensor], tokens: Tensor, top: int, comm: Communicator
+    ) -> tuple[Tensor, ...]:
+        """Exact log-softmax before temperature, of `tokens` int64 [rows] and of the `top` likeliest ones beside each.
 
-        `logits` gives float32 [rows, V/R] for some of the targets; it is asked chunk by chunk, so that memory stays
-        bounded. All ranks must call this alike. Raises RankError where the logits are not finite.
+        `logits` gives float32 [rows, V/R] for a slice of the rows; it is asked chunk by chunk, so that memory stays
+        bounded. All ranks must call this alike. What comes back stays on the device, for `read_logprobs`: logprobs
+        float64 [rows], places int64 [rows], ids int64 [rows, top], their logprobs float64 [rows, top].
         """
-        scored: list[TokenLogprobs] = []
-        for first in range(0, len(targets), self._chunk):
-            part = slice(first, first + self._chunk)
-            scored += _score(logits(part), self._first_id, targets[part], comm)
-        return scored
+        parts = [slice(first, first + self._chunk) for first in range(0, len(tokens), self._chunk)]
+        scored = [_score(logits(part), self._first_id, tokens[part], top, comm) for part in parts]
+        return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 
 
-def _score(logits: Tensor, first_id: int, targets: Sequence[Target], comm: Communicator) -> list[TokenLogprobs]:
-    tokens = torch.tensor([target.token_id for target in targets])
+def read_logprobs(tokens: Sequence[int], tops: Sequence[int], scored: Sequence[Tensor]) -> list[TokenLogprobs]:
+    """What `Scorer.score` found, once it is on the host. Raises RankError where the logits were not finite."""
+    logprobs, places, ids, values = scored
+    if not bool(logprobs.isfinite().all()):
+        raise RankError("the logits of a scored token are not finite")
+    columns = (tokens, tops, logprobs.tolist(), places.tolist(), ids.tolist(), values.tolist())
+    return [
+        TokenLogprobs(token, logprob, place, tuple(zip(row_ids[:top], row_values, strict=False)))
+        for token, top, logprob, place, row_ids, row_values in zip(*columns, strict=True)
+    ]
+
+
+def _score(logits: Tensor, first_id: int, tokens: Tensor, top: int, comm: Communicator) -> tuple[Tensor, ...]:
     logsumexp, chosen = _sums(logits, first_id, tokens, comm)
     places = _places(logits, first_id, chosen, tokens, comm)
-    top = _top(logits, first_id, max(target.top for target in targets), comm)
-    top_logprobs = (key_logits(top).double() - logsumexp[:, None]).tolist()
-    logprobs = (chosen.double() - logsumexp).tolist()
-    if not all(map(math.isfinite, logprobs)):
-        raise RankError("the logits of a scored token are not finite")
-    return [
-        TokenLogprobs(target.token_id, logprob, place, tuple(zip(ids[: target.top], values, strict=False)))
-        for target, logprob, place, ids, values in zip(
-            targets, logprobs, places, key_ids(top).tolist(), top_logprobs, strict=True
-        )
-    ]
+    keys = _top(logits, first_id, top, comm)
+    return chosen.double() - logsumexp, places, key_ids(keys), key_logits(keys).double() - logsumexp[:, None]
 
 
 def _sums(logits: Tensor, first_id: int, tokens: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
@@ -75,21 +69,22 @@ def _sums(logits: Tensor, first_id: int, tokens: Tensor, comm: Communicator) -> 
     return every[..., 0].double().logsumexp(dim=0), every[..., 1].amax(dim=0)
 
 
-def _places(logits: Tensor, first_id: int, chosen: Tensor, tokens: Tensor, comm: Communicator) -> list[int]:
-    """Each target's place among all tokens, from 1; among equal logits the lower id comes first."""
+def _places(logits: Tensor, first_id: int, chosen: Tensor, tokens: Tensor, comm: Communicator) -> Tensor:
+    """Each token's place among all, int64 from 1; among equal logits the lower id comes first."""
     before = (logits > chosen[:, None]).sum(dim=-1)
-    ids = torch.arange(first_id, first_id + logits.shape[1])
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
     before += ((logits == chosen[:, None]) & (ids < tokens[:, None])).sum(dim=-1)
     comm.all_reduce_(before)
-    return [place + 1 for place in before.tolist()]
+    return before + 1
 
 
 def _top(logits: Tensor, first_id: int, count: int, comm: Communicator) -> Tensor:
     """The order keys int64 [rows, count] of the likeliest tokens, best first."""
     rows, share = logits.shape
+    ids = torch.arange(first_id, first_id + share, device=logits.device)
     if count == 0:
-        return torch.empty(rows, 0, dtype=torch.int64)
-    keys = order_keys(logits, torch.arange(first_id, first_id + share)[None]).topk(min(count, share)).values
+        return ids.new_empty(rows, 0)
+    keys = order_keys(logits, ids[None]).topk(min(count, share)).values
     every_key = keys.new_empty(comm.world_size, *keys.shape)
     comm.all_gather(every_key, keys)
     together = every_key.transpose(0, 1).flatten(1)

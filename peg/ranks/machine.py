@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 
@@ -28,15 +26,6 @@ def free_memory_bytes() -> int:
 def kv_budget_bytes(world_size: int) -> int:
     """What one rank's KV pools may take by default: together a quarter of free memory, and at most 4 GiB."""
     return min(free_memory_bytes() // 4, 4 << 30) // world_size
-
-
-def can_allocate() -> bool:
-    """Whether a small allocation succeeds: after an error, whether memory is short for good."""
-    try:
-        torch.empty(1 << 20, dtype=torch.uint8)
-    except (MemoryError, RuntimeError):
-        return False
-    return True
 
 
 def has_bf16_instructions() -> bool:

@@ -37,9 +37,8 @@ class NcclComm:
     there is one, is called inside every collective.
     """
 
-    kind = "nccl"
-
     def __init__(self, nccl: Nccl, host: ThreadComm, unique_id: bytes, stream: int) -> None:
+        self.kind = f"nccl {'.'.join(map(str, nccl.version))}"
         self.rank = host.rank
         self.world_size = host.world_size
         self.epoch = host.epoch

@@ -6,7 +6,8 @@ import queue
 import threading
 import time
 import traceback
-from typing import Protocol
+from collections import deque
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -20,6 +21,7 @@ from peg.plan import (
     MakeCache,
     RankAck,
     RankCommand,
+    Settle,
     Shutdown,
     Skipped,
     StepFailed,
@@ -27,15 +29,18 @@ from peg.plan import (
     WarmUp,
 )
 from peg.ranks.blueprint import Blueprint
+from peg.ranks.device import Device
 from peg.ranks.faults import RankComm, RankFaults
-from peg.ranks.machine import can_allocate, cores_per_rank
-from peg.ranks.runner import Runner
+from peg.ranks.pace import Pace
+from peg.ranks.runner import Launched, Runner, StepPhase
 from peg.ranks.scope import Scope, failure_scope
 
 IDLE = "idle"
 """The phase of a rank that waits for a command."""
 
 _CLOSE_S = 1.0
+
+_Due: TypeAlias = Launched | StepFailed | Skipped
 
 
 class RankListener(Protocol):
@@ -59,18 +64,25 @@ class Rank:
 
     `runner` and the fields below `thread` belong to it. Other threads start and join it, `put` commands, read the
     `heartbeat` and `poison`: each is one store or load, or a thread-safe queue.
+
+    `_due` are the steps that were begun or refused but not answered yet, oldest first: on a device that works by
+    itself the next step is begun while the last one still runs.
     """
 
-    def __init__(self, blueprint: Blueprint, rank: int, listener: RankListener, faults: RankFaults | None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, rank: int, device: Device, listener: RankListener, faults: RankFaults | None
+    ) -> None:
         self.rank = rank
         self.faults = faults
-        self.runner = Runner(blueprint, rank, self._enter)
+        self.runner = Runner(blueprint, rank, device, self._enter)
         self._world_size = blueprint.world_size
         self._listener = listener
         self._commands: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._over_epoch = -1  # this epoch and those before it are over
         self._beat = (IDLE, -1, time.monotonic())
         self.thread = threading.Thread(target=self._run, name=f"peg-rank-{rank}", daemon=False)
+        self._due: deque[_Due] = deque()
+        self._pace = Pace()
         self._step = -1
         self._epoch = -1
         self._failed_steps = 0
@@ -96,64 +108,112 @@ class Rank:
         self._beat = (phase, self._step, time.monotonic())
 
     def _run(self) -> None:
-        torch.set_num_threads(cores_per_rank(self._world_size))
         with torch.inference_mode():
-            command: RankCommand | None = None
-            while not isinstance(command, Shutdown):
-                self._enter(IDLE)
-                command = self._commands.get()
+            work: RankCommand | _Due | None = None
+            while not isinstance(work, Shutdown):
+                work = self._next()
                 try:
-                    self._carry_out(command)
+                    self._do(work)
                 except BaseException as error:  # whatever stops a rank, its peers must not wait for it in vain
-                    self._fail(command, error)
+                    self._fail(work, error)
+
+    def _next(self) -> RankCommand | _Due:
+        """The oldest step that is due, once its device is done with it, or until then a command."""
+        while self._due:
+            oldest, newest = self._due[0], self._due[-1]
+            if not isinstance(oldest, Launched) or oldest.landing.done():
+                return self._due.popleft()
+            wait_s = self._pace.wait_s()
+            if isinstance(newest, Launched) and newest.alone:
+                time.sleep(wait_s)
+                continue
+            try:
+                return self._commands.get(timeout=wait_s)
+            except queue.Empty:
+                continue
+        self._enter(IDLE)
+        return self._commands.get()
+
+    def _do(self, work: RankCommand | _Due) -> None:
+        match work:
+            case StepPlan():
+                self._begin_step(work)
+            case Launched():
+                self._end_step(work)
+            case StepFailed() | Skipped():
+                self._listener.answered(self.rank, work)
+            case _:
+                self._carry_out(work)
 
     def _carry_out(self, command: RankCommand) -> None:
-        if isinstance(command, StepPlan):
-            self._run_step(command)
-            return
         self._enter(type(command).__name__)
         match command:
-            case Connect(epoch=epoch):
-                self._connect(epoch)
             case LoadWeights():
                 self.runner.load()
-            case MakeCache(groups=groups):
-                self.runner.make_cache(groups)
+            case Connect(epoch=epoch):
+                self._connect(epoch)
             case WarmUp():
                 self.runner.warm_up()
+            case MakeCache(groups=groups):
+                self.runner.make_cache(groups)
+            case Settle():
+                self._settle(_CLOSE_S)
             case Shutdown() if self._epoch >= 0:
+                self._settle(_CLOSE_S)
                 self.runner.close(_CLOSE_S)
         self._listener.done(self.rank)
 
     def _connect(self, epoch: int) -> None:
+        self._settle(_CLOSE_S)
         comm = self._listener.connect(self.rank, epoch)
         self.runner.connect(comm if self.faults is None else self.faults.wrap(comm))
-        self._epoch, self._step, self._failed_steps = epoch, -1, 0
+        self._epoch, self._step, self._failed_steps, self._pace = epoch, -1, 0, Pace()
 
-    def _run_step(self, plan: StepPlan) -> None:
+    def _begin_step(self, plan: StepPlan) -> None:
         if plan.epoch != self._epoch or plan.epoch <= self._over_epoch:
             return
         assert plan.step == self._step + 1, f"step {plan.step} came after step {self._step}"
         self._step = plan.step
         if plan.failures_seen < self._failed_steps:
-            self._listener.answered(self.rank, Skipped(plan.step, plan.epoch))
+            self._due.append(Skipped(plan.step, plan.epoch))
             return
         if self.faults is not None:
             self.faults.begin_step()
-        ack = self.runner.step(plan)
+        launched = self.runner.launch(plan)
         if self.faults is not None:
             self.faults.end_step()
-        self._listener.answered(self.rank, ack)
+        self._pace.begun(plan)
+        self._due.append(launched)
 
-    def _fail(self, command: RankCommand, error: BaseException) -> None:
-        """Tell what stopped a command, in plain strings: a traceback would keep the step's tensors alive."""
-        phase, plan = self._beat[0], command if isinstance(command, StepPlan) else None
+    def _end_step(self, launched: Launched) -> None:
+        self._pace.ended()
+        if launched.plan.epoch > self._over_epoch:
+            self._listener.answered(self.rank, self.runner.finish(launched))
+        if self._due:
+            self._enter(StepPhase.WAIT)
+
+    def _settle(self, deadline_s: float) -> None:
+        """Wait for the device, and answer what is still due. Raises TimeoutError where it does not come back."""
+        until_s = time.monotonic() + deadline_s
+        while self._due:
+            oldest = self._due[0]
+            if not isinstance(oldest, Launched) or oldest.landing.done():
+                self._do(self._due.popleft())
+            elif time.monotonic() > until_s:
+                self._due.clear()
+                raise TimeoutError(f"the device was not done with step {oldest.plan.step} after {deadline_s:g} s")
+            else:
+                time.sleep(self._pace.wait_s())
+
+    def _fail(self, work: RankCommand | _Due, error: BaseException) -> None:
+        """Tell what stopped a command or a step, in plain strings: a traceback would keep the step's tensors alive."""
+        phase, plan = self._beat[0], _plan_of(work)
         message = f"{type(error).__name__}: {error}"
         if plan is not None:
             scope = failure_scope(has_decode=plan.has_decode, phase=phase, world_size=self._world_size, error=error)
-            if scope is Scope.REQUEST and can_allocate():
+            if scope is Scope.REQUEST and self.runner.device.usable():
                 self._failed_steps += 1
-                self._listener.answered(self.rank, StepFailed(plan.step, plan.epoch, message))
+                self._due.append(StepFailed(plan.step, plan.epoch, message))
                 return
         self.poison(self._epoch)
         cause = Cause(
@@ -165,6 +225,14 @@ class Rank:
             traceback="".join(traceback.format_exception(error)),
         )
         self._listener.failed(cause, error.with_traceback(None) if isinstance(error, UsageError) else None)
+
+
+def _plan_of(work: RankCommand | _Due) -> StepPlan | None:
+    match work:
+        case Launched(plan=plan) | (StepPlan() as plan):
+            return plan
+        case _:
+            return None
 
 
 def _cause_kind(error: BaseException) -> CauseKind:

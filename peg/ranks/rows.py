@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,8 +25,8 @@ class SamplingRows:
     `last_tokens` int64 [rows] is what each row sampled last; a plan's placeholders stand for it.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64)
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._rows: list[Row | None] = [None] * num_rows
 
     def apply(self, plan: StepPlan) -> None:
@@ -41,8 +40,3 @@ class SamplingRows:
         found = self._rows[row]
         assert found is not None, f"row {row} is not in use"
         return found
-
-    def sampled(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """What a step sampled, now that the host knows it."""
-        for row, token_id in zip(rows, token_ids, strict=True):
-            self[row].sampled.append(token_id)

@@ -7,19 +7,21 @@ largest score wins, the lowest id among equals.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from peg.errors import RankError
-from peg.kernels.gumbel import gumbel, noise_key
+from peg.kernels.candidates import Filters, smallest_logits
+from peg.kernels.gumbel import noise_key
+from peg.kernels.ordering import key_ids, key_logits
+from peg.kernels.sampling import Choice, best_keys
 from peg.models.comm import Communicator
 from peg.plan import SamplingParams
-from peg.ranks.candidates import smallest_logit
-from peg.ranks.ordering import key_ids, key_logits, order_keys
+from peg.ranks.device import Device
 
 _GREEDY_BELOW = 1e-5  # a smaller temperature cannot be told from none in fp32
 
@@ -48,52 +50,57 @@ class Sampler:
     `forbidden_ids` are never sampled.
     """
 
-    def __init__(self, first_id: int, vocab_share: int, forbidden_ids: Sequence[int]) -> None:
+    def __init__(self, first_id: int, vocab_share: int, forbidden_ids: Sequence[int], device: Device) -> None:
         self._first_id = first_id
-        self._ids = torch.arange(first_id, first_id + vocab_share, dtype=torch.int32)
-        local = [token - first_id for token in forbidden_ids if 0 <= token - first_id < vocab_share]
-        self._forbidden = torch.tensor(local, dtype=torch.int64) if local else None
+        self._device = device
+        self._local = [token - first_id for token in forbidden_ids if 0 <= token - first_id < vocab_share]
+        self._forbidden: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Put on the device what every step needs."""
+        if self._local:
+            self._forbidden = torch.tensor(self._local, dtype=torch.int64, device=self._device.place)
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], comm: Communicator) -> Tensor:
-        """Token ids int64 [rows] for logits float32 [rows, V/R], one row a draw. `logits` is left as it is.
+        """The order key int64 of each row's token, for logits float32 [rows, V/R], one row a draw.
 
-        Raises RankError where a row has no finite largest logit.
+        `key_ids` has the ids, `read_tokens` too, on the host. `logits` is left as it is; the host does not wait.
         """
-        if self._forbidden is not None:
-            logits = logits.index_fill(1, self._forbidden, float("-inf"))
-        floors = _floors(logits, draws, comm)
-        picks = [self._pick(row, draw, floor) for row, draw, floor in zip(logits, draws, floors, strict=True)]
-        best = torch.stack([score for score, _ in picks])
-        ids = torch.stack([index for _, index in picks]) + self._first_id
-        keys = order_keys(best.masked_fill_(best.isnan(), float("inf")), ids)
+        choice = self._choice(logits, draws, comm)
+        keys = best_keys(logits, choice, self._first_id)
         gathered = keys.new_empty(comm.world_size, len(draws))
         comm.all_gather(gathered, keys)
-        winners = gathered.amax(dim=0)
-        finite = key_logits(winners).isfinite()
-        if not bool(finite.all()):
-            raise RankError(f"the logits of row {int(finite.logical_not().nonzero()[0])} of the batch are not finite")
-        return key_ids(winners)
+        return gathered.amax(dim=0)
 
-    def _pick(self, logits: Tensor, draw: Draw, floor: float) -> tuple[Tensor, Tensor]:
-        """The best score among this rank's logits [V/R] of one row, and its index."""
-        if draw.greedy:
-            score, index = logits.max(dim=0)
-            return score, index
-        if floor > -math.inf:
-            logits = logits.masked_fill(logits < floor, -math.inf)
-        noise = gumbel(self._ids, noise_key(draw.params.seed, draw.position))
-        score, index = noise.add_(logits / draw.params.temperature).max(dim=0)
-        return score, index
-
-
-def _floors(logits: Tensor, draws: Sequence[Draw], comm: Communicator) -> list[float]:
-    """For each row the smallest logit that may be chosen."""
-    floors = [-math.inf] * len(draws)
-    filtered = [row for row, draw in enumerate(draws) if draw.filtered]
-    if filtered:
-        mine = logits[filtered]
+    def _choice(self, logits: Tensor, draws: Sequence[Draw], comm: Communicator) -> Choice:
+        temperatures = np.array([0.0 if draw.greedy else draw.params.temperature for draw in draws], np.float32)
+        noise = [(0, 0) if draw.greedy else noise_key(draw.params.seed, draw.position) for draw in draws]
+        filtered = [row for row, draw in enumerate(draws) if draw.filtered]
+        if not filtered:
+            there = self._device.upload((temperatures, np.array(noise, np.int64)))
+            return Choice(there[0], there[1], None, self._forbidden)
+        params = [draws[row].params for row in filtered]
+        columns = (
+            np.array([param.temperature for param in params]),
+            np.array([param.top_k for param in params], np.int64),
+            np.array([param.top_p for param in params], np.float64),
+            np.array([param.min_p for param in params], np.float64),
+        )
+        there = self._device.upload((temperatures, np.array(noise, np.int64), np.array(filtered), *columns))
+        mine = logits.index_select(0, there[2])
+        if self._forbidden is not None:
+            mine.index_fill_(1, self._forbidden, float("-inf"))
         everyone = mine.new_empty(comm.world_size, *mine.shape)
         comm.all_gather(everyone, mine)
-        for place, row in enumerate(filtered):
-            floors[row] = smallest_logit(everyone[:, place].flatten(), draws[row].params)
-    return floors
+        whole = everyone.transpose(0, 1).flatten(1)
+        floors = logits.new_full((len(draws),), float("-inf"))
+        floors.index_copy_(0, there[2], smallest_logits(whole, Filters(*there[3:])))
+        return Choice(there[0], there[1], floors, self._forbidden)
+
+
+def read_tokens(keys: Tensor) -> tuple[int, ...]:
+    """The ids of `Sampler.sample`, once its keys are on the host. Raises RankError where the logits were not finite."""
+    finite = key_logits(keys).isfinite()
+    if not bool(finite.all()):
+        raise RankError(f"the logits of row {int(finite.logical_not().nonzero()[0])} of the batch are not finite")
+    return tuple(key_ids(keys).tolist())

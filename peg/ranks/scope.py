@@ -24,5 +24,5 @@ def failure_scope(*, has_decode: bool, phase: str, world_size: int, error: BaseE
     """
     ordinary = isinstance(error, Exception) and not isinstance(error, CommAborted | CommMismatch | RankDiverged)
     alone = world_size == 1
-    own_work = phase in (StepPhase.FORWARD, StepPhase.SCORE, StepPhase.SAMPLE)
+    own_work = phase in (StepPhase.FORWARD, StepPhase.SCORE, StepPhase.SAMPLE, StepPhase.READ)
     return Scope.REQUEST if ordinary and alone and own_work and not has_decode else Scope.ENGINE

@@ -83,7 +83,14 @@ def test_prompt_that_does_not_fit(model: Path) -> None:
 
 def test_rank_that_fails_ends_with_70(model: Path) -> None:
     """When a rank raises, the cause stands on standard error and the exit code is 70."""
-    before = "from peg.ranks.runner import Runner\ndef fail(*_): raise ValueError('the rank broke')\nRunner.step = fail"
+    before = """
+from peg.ranks.runner import Runner
+def finish(self, launched, finish=Runner.finish):
+    if launched.plan.epoch == 0:
+        raise ValueError("the rank broke")
+    return finish(self, launched)
+Runner.finish = finish
+"""
     done = peg("generate", model, "the cat", *DUMMY, "--tensor-parallel-size", "3", before=before)
     assert done.returncode == 70
     assert "the engine failed: " in done.stderr

@@ -20,6 +20,7 @@ class FakeNccl(Nccl):
     """Handles are ranks. The last abort of a group returns once `graphs` is clear, and only then frees them all."""
 
     def __init__(self) -> None:
+        self.version = (2, 32, 3)
         self.calls: list[tuple[object, ...]] = []
         self.aborted: list[int] = []
         self.graphs = threading.Event()

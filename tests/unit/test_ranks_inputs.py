@@ -26,12 +26,14 @@ from peg.plan import (
 )
 from peg.ranks.cache import PagedCache, WriteDigest, make_caches
 from peg.ranks.capacity import CapacityRequest, divide_budget
-from peg.ranks.inputs import build_inputs
+from peg.ranks.device import CpuDevice
+from peg.ranks.inputs import lay_out
 from peg.ranks.rows import SamplingRows
 from peg.ranks.tables import RowTables
 from peg.ranks.tickets import Ticket
 
 BLOCK = 4
+CPU = torch.device("cpu")
 
 
 def new_row(row: int, tables: tuple[tuple[int, ...], ...]) -> NewRow:
@@ -59,7 +61,7 @@ def test_inputs_are_what_the_rows_say(seed: int) -> None:
             position = start + offset
             slots = [blocks[row][group][position // BLOCK] * BLOCK + position % BLOCK for group in range(2)]
             expected.append((1000 + row if ids is None else ids[offset], position, *slots))
-    inputs = build_inputs(StepPlan(1, 0, tuple(slices)), tables, last, BLOCK)
+    inputs = lay_out(StepPlan(1, 0, tuple(slices)), tables, BLOCK).upload(CpuDevice(1), last)
     columns = (inputs.token_ids, inputs.positions, inputs.groups[0].slots, inputs.groups[1].slots)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
     assert all(column.dtype == torch.int64 for column in columns)
@@ -116,14 +118,14 @@ def test_a_slice_must_begin_where_its_row_ends() -> None:
     tables.apply(StepPlan(0, 0, (), new_rows=(new_row(1, ((1,),)),)))
     piece = Slice(101, 1, 2, 1, (5,), samples=True)
     with pytest.raises(RankDiverged, match="row 1 begins at 2, the row has stored 0"):
-        build_inputs(StepPlan(3, 0, (piece,)), tables, torch.zeros(2, dtype=torch.int64), BLOCK)
+        lay_out(StepPlan(3, 0, (piece,)), tables, BLOCK)
 
 
 def test_sampling_rows_keep_all_tokens() -> None:
     """Parameters and every token so far can be reached by row, for whatever will weigh them."""
-    rows = SamplingRows(2)
+    rows = SamplingRows(2, CPU)
     rows.apply(StepPlan(0, 0, (), new_rows=(new_row(1, ()),)))
-    rows.sampled([1], [9])
+    rows[1].sampled.append(9)
     assert (rows[1].prompt_ids, rows[1].output_ids, rows[1].sampled) == ((1, 2, 3), (4,), [9])
     rows.apply(StepPlan(1, 0, (), released_rows=(1,), new_rows=(new_row(1, ()),)))
     assert rows[1].sampled == []
@@ -132,9 +134,10 @@ def test_sampling_rows_keep_all_tokens() -> None:
 # --- pools and digests --------------------------------------------------------------------------------------
 
 
-def write(caches: list[PagedCache], slots: list[int], skip: int | None = None) -> None:
-    """What a model does in a step: every layer stores at the same slots."""
+def write(caches: list[PagedCache], digest: WriteDigest, slots: list[int], skip: int | None = None) -> None:
+    """What a rank does in a step: every layer stores at the same slots."""
     handed = torch.tensor(slots)
+    digest.begin([(handed, handed.numpy())])
     for layer, cache in enumerate(caches):
         if layer != skip:
             cache.write(torch.full((len(slots), 1, 2), layer + 1.0), torch.zeros(len(slots), 1, 2), handed)
@@ -142,7 +145,7 @@ def write(caches: list[PagedCache], slots: list[int], skip: int | None = None) -
 
 def pools() -> tuple[list[PagedCache], WriteDigest]:
     digest = WriteDigest()
-    caches = make_caches([GroupCapacity(Full((0, 1, 2), 1, 2), 5)], 3, BLOCK, torch.float32, digest)
+    caches = make_caches([GroupCapacity(Full((0, 1, 2), 1, 2), 5)], 3, BLOCK, torch.float32, CPU, digest)
     paged = [cache for cache in caches if isinstance(cache, PagedCache)]
     assert len(paged) == 3
     return paged, digest
@@ -150,8 +153,8 @@ def pools() -> tuple[list[PagedCache], WriteDigest]:
 
 def test_a_write_lands_in_its_slots() -> None:
     """Slot = block times block size plus offset, in every layer, and nowhere else."""
-    caches, _ = pools()
-    write(caches, [4, 9])
+    caches, digest = pools()
+    write(caches, digest, [4, 9])
     for layer, cache in enumerate(caches):
         assert cache.k.shape == (5, BLOCK, 1, 2)
         assert cache.k[1, 0].tolist() == cache.k[2, 1].tolist() == [[layer + 1.0] * 2]
@@ -164,7 +167,7 @@ def test_digests_differ_wherever_the_work_differs() -> None:
     def after(*steps: tuple[list[int], int | None, list[int], list[int]]) -> int:
         caches, digest = pools()
         for slots, skip, rows, tokens in steps:
-            write(caches, slots, skip)
+            write(caches, digest, slots, skip)
             digest.advanced(rows, tokens)
         return digest.value
 
@@ -189,29 +192,29 @@ def test_a_digest_tells_layers_apart() -> None:
     for layers in ((0, 1, 2), (0, 0, 2), (0, 2, 1)):
         caches, digest = pools()
         slots = torch.tensor([4, 5])
+        digest.begin([(slots, slots.numpy())])
         for layer in layers:
             caches[layer].write(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2), slots)
         digests.append(digest.value)
     assert len(set(digests)) == 3
 
 
-def test_a_reused_tensor_with_new_slots_is_read_again() -> None:
-    """The slots' bytes are read once a step, not once for ever, even where the tensor object is the same."""
+def test_only_the_slots_of_the_step_can_be_written() -> None:
+    """Slots that the step did not bring, or that an earlier one did, are a bug, whatever numbers they hold."""
     caches, digest = pools()
-    handed = torch.tensor([4])
-    values = []
-    for slot in (4, 5):
-        handed.fill_(slot)
-        digest.value = 0
-        caches[0].write(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), handed)
-        values.append(digest.value)
-        digest.advanced([0], [1])
-    assert values[0] != values[1]
+    handed, numbers = torch.tensor([4]), torch.zeros(1, 1, 2)
+    with pytest.raises(AssertionError, match="not the step's"):
+        caches[0].write(numbers, numbers, handed)
+    digest.begin([(handed, handed.numpy())])
+    caches[0].write(numbers, numbers, handed)
+    digest.advanced([0], [1])
+    with pytest.raises(AssertionError, match="not the step's"):
+        caches[0].write(numbers, numbers, handed)
 
 
 def test_a_layer_without_a_cache_cannot_be_used() -> None:
     """A layer that reads another's K and V has a place in the list, and touching it is a bug."""
-    caches = make_caches([GroupCapacity(Full((0,), 1, 2), 5)], 2, BLOCK, torch.float32, WriteDigest())
+    caches = make_caches([GroupCapacity(Full((0,), 1, 2), 5)], 2, BLOCK, torch.float32, CPU, WriteDigest())
     for use in (lambda: caches[1].k, lambda: caches[1].v, lambda: caches[1].write(*[torch.zeros(1)] * 3)):
         with pytest.raises(AssertionError, match="no cache of its own"):
             use()

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from peg.errors import RankError
+from peg.kernels.ordering import key_ids, key_logits, order_keys
 from peg.models.comm import Communicator
 from peg.plan import TokenLogprobs
-from peg.ranks.logprobs import Scorer, Target
-from peg.ranks.ordering import key_ids, key_logits, order_keys
+from peg.ranks.logprobs import Scorer, read_logprobs
 from tests.unit.rank_threads import on_ranks, shard
+
+
+class Target(NamedTuple):
+    token_id: int
+    top: int
+
+
+def told(
+    scorer: Scorer, logits: Callable[[slice], Tensor], targets: list[Target], comm: Communicator
+) -> list[TokenLogprobs]:
+    tokens, tops = [target.token_id for target in targets], [target.top for target in targets]
+    return read_logprobs(tokens, tops, scorer.score(logits, torch.tensor(tokens), max(tops), comm))
 
 
 def score(logits: Tensor, targets: list[Target], world_size: int, chunk_rows: int | None = None) -> list[TokenLogprobs]:
@@ -24,7 +38,7 @@ def score(logits: Tensor, targets: list[Target], world_size: int, chunk_rows: in
         scorer = Scorer(comm.rank * mine.shape[1], mine.shape[1])
         if chunk_rows is not None:
             scorer._chunk = chunk_rows
-        return scorer.score(lambda part: mine[part], targets, comm)
+        return told(scorer, lambda part: mine[part], targets, comm)
 
     results = on_ranks(world_size, work)
     assert all(result == results[0] for result in results)
@@ -101,7 +115,7 @@ def test_memory_is_bounded_at_a_large_vocabulary() -> None:
 
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # begin a new high-water mark
     before_kib = memory_kib("VmRSS")
-    (results,) = on_ranks(1, lambda comm: scorer.score(logits, [Target(row, 3) for row in range(rows)], comm))
+    (results,) = on_ranks(1, lambda comm: told(scorer, logits, [Target(row, 3) for row in range(rows)], comm))
     assert memory_kib("VmHWM") - before_kib < 200 * 1024
     assert max(asked) < rows // 4
     row = 151

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peg.errors import RankError
+from peg.kernels.candidates import Filters, smallest_logits
 from peg.kernels.gumbel import gumbel, noise_key
 from peg.models.comm import Communicator
 from peg.plan import SamplingParams
-from peg.ranks.candidates import smallest_logit
-from peg.ranks.sampling import Draw, Sampler
+from peg.ranks.device import CpuDevice
+from peg.ranks.sampling import Draw, Sampler, read_tokens
 from tests.unit.rank_threads import on_ranks, shard
 
 GREEDY = SamplingParams(temperature=0)
@@ -31,8 +32,9 @@ def sample(logits: Tensor, draws: Sequence[Draw], world_size: int = 1, forbidden
     def work(comm: Communicator) -> list[int]:
         mine = shard(logits, world_size, comm.rank)
         before = mine.clone()
-        sampler = Sampler(comm.rank * mine.shape[1], mine.shape[1], forbidden)
-        ids: list[int] = sampler.sample(mine, draws, comm).tolist()
+        sampler = Sampler(comm.rank * mine.shape[1], mine.shape[1], forbidden, CpuDevice(world_size))
+        sampler.prepare()
+        ids = list(read_tokens(sampler.sample(mine, draws, comm)))
         assert torch.equal(mine, before), "logits were changed"
         return ids
 
@@ -192,6 +194,11 @@ def test_candidates_are_renormalised(params: SamplingParams, kept: list[int]) ->
 
 
 # --- candidates -------------------------------------------------------------------------------------------
+
+
+def smallest_logit(logits: Tensor, params: SamplingParams) -> float:
+    exact = torch.tensor([[params.temperature], [params.top_p], [params.min_p]], dtype=torch.float64)
+    return float(smallest_logits(logits[None], Filters(exact[0], torch.tensor([params.top_k]), exact[1], exact[2]))[0])
 
 
 def kept_by_sorting(logits: Tensor, params: SamplingParams) -> list[int]:

@@ -7,6 +7,8 @@ unique, so the order is total, and the best over all ranks is simply the largest
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
@@ -32,3 +34,24 @@ def key_logits(keys: Tensor) -> Tensor:
 def _turn(bits: Tensor) -> Tensor:
     """Float bits to integers of the same order, and back: negative numbers order the other way round."""
     return bits ^ ((bits >> 31) & _SIGN)
+
+
+@triton.jit
+def unsigned_order(b_x):
+    """uint32 numbers in the order of float32 ones, within a kernel. −0 and 0 are one, NaN lies beyond infinity."""
+    b_bits = (b_x + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(b_bits >> 31 == 1, b_bits ^ 0xFFFFFFFF, b_bits | 0x80000000)
+
+
+@triton.jit
+def from_unsigned_order(b_ordered):
+    """What `unsigned_order` made of float32 numbers, back."""
+    b_bits = tl.where(b_ordered >> 31 == 1, b_ordered ^ 0x80000000, b_ordered ^ 0xFFFFFFFF)
+    return b_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def order_key(b_x, b_id):
+    """`order_keys`, within a kernel."""
+    b_turned = (unsigned_order(b_x) ^ 0x80000000).to(tl.int32, bitcast=True)
+    return (b_turned.to(tl.int64) << 32) + (0xFFFFFFFF - b_id.to(tl.int64))

@@ -1,0 +1,64 @@
+"""The steps that a rank runs before it is ready, so that whatever is made on first use is made then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from peg.plan import NewRow, SamplingParams, Slice, StepPlan
+
+_DRAWS = (
+    SamplingParams(temperature=0, logprobs=1),
+    SamplingParams(temperature=1),
+    SamplingParams(temperature=1, top_k=2, top_p=0.5, min_p=0.1),
+)
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """Plans over rows of padding, whose tables name the reserved block alone. Each is run once, in order.
+
+    First chunks of `chunk` tokens up to a context of nearly `context`, scored; then decode steps of 1, 2, 4, … `rows`
+    rows, the long one among them, drawn in every way; then single chunks of 1, 2, 4, … tokens.
+    """
+
+    chunk: int
+    rows: int
+    context: int
+    num_groups: int
+    block_size: int
+    _stored: dict[int, int] = field(default_factory=dict, init=False)
+    _step: int = field(default=-1, init=False)
+
+    def plans(self) -> Iterator[StepPlan]:
+        """For a rank without rows; they leave rows behind."""
+        long = max(1, self.context - self.rows.bit_length() - 1)
+        while self._stored.get(0, 0) < long:
+            yield self._plan({0: min(self.chunk, long - self._stored.get(0, 0))}, scored=True)
+        batch = 1
+        while batch < 2 * self.rows:
+            yield self._plan(dict.fromkeys(range(min(batch, self.rows)), 1))
+            batch *= 2
+        size = 1
+        while size < self.chunk and self.rows > 1:
+            self._stored.pop(1)
+            yield self._plan({1: size}, released=(1,))
+            size *= 2
+
+    def _plan(self, counts: dict[int, int], *, scored: bool = False, released: tuple[int, ...] = ()) -> StepPlan:
+        """A slice of so many tokens for each row; rows that are not in use yet begin."""
+        self._step += 1
+        new = tuple(self._new(row) for row in counts if row not in self._stored)
+        slices = tuple(self._slice(row, count, scored) for row, count in counts.items())
+        return StepPlan(self._step, -1, slices, released_rows=released, new_rows=new)
+
+    def _new(self, row: int) -> NewRow:
+        self._stored[row] = 0
+        table = (0,) * (-(-self.context // self.block_size))
+        return NewRow(row, row, _DRAWS[row % len(_DRAWS)], (0,), (), (table,) * self.num_groups)
+
+    def _slice(self, row: int, count: int, scored: bool) -> Slice:
+        start = self._stored[row]
+        self._stored[row] = start + count
+        token_ids = None if start and not scored else (0,) * count
+        return Slice(row, row, start, count, token_ids, True, (0,) if scored else (), 1)
