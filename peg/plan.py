@@ -69,6 +69,12 @@ class SamplingParams:
 
     `temperature` 0 is greedy, ties going to the lowest id. `top_k` 0 is off. `logprobs` is the number of top
     logprobs wanted beside the chosen token's (0: only the chosen one), None for none at all.
+
+    `presence_penalty` is taken off the logit of each token generated before, `frequency_penalty` for each time that it
+    was; `repetition_penalty` divides a positive logit and multiplies a negative one of tokens in prompt or output.
+    `logit_bias` is added to the logits of the ids. Of `bad_words` (token sequences) none is completed by a generated
+    token. Nothing that ends the sequence is sampled before `min_tokens` are there, and only `allowed_token_ids` are
+    where they are given.
     """
 
     temperature: float = 1.0
@@ -77,6 +83,13 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    allowed_token_ids: frozenset[int] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +122,8 @@ class Slice:
 
     `token_ids` None is the placeholder: the one input token is what this row's previous step sampled, which only
     the device knows. `samples` is false for a chunk that is not the last. `targets` is not empty where prompt
-    logprobs are wanted: `targets[i]` is the prompt token at position `start + i + 1`.
+    logprobs are wanted: `targets[i]` is the prompt token at position `start + i + 1`. Where there is a `mask`, only a
+    token i with bit i % 8 of its byte i // 8 set may be sampled.
     """
 
     seq_id: int
@@ -120,6 +134,7 @@ class Slice:
     samples: bool
     targets: tuple[int, ...] = ()
     prompt_logprobs: int = 0
+    mask: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +151,8 @@ class TableChange:
 class NewRow:
     """A row is taken into use, by a new sequence or by one that was preempted.
 
-    `prompt_ids` and `output_ids` are all its tokens so far; `tables` has one whole block table per group.
+    `prompt_ids` and `output_ids` are all its tokens so far; `tables` has one whole block table per group. `stop_ids`
+    are what `params.min_tokens` holds back.
     """
 
     row: int
@@ -145,6 +161,7 @@ class NewRow:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,10 @@ class Blueprint:
         """The pools of one rank within a budget. Raises ConfigError where one whole context does not fit."""
         return divide_budget(self._request, budget_bytes)
 
+    def kv_bytes(self, capacities: Sequence[GroupCapacity]) -> int:
+        """What these pools take on one rank."""
+        return sum(capacity.num_blocks * self._request.block_bytes(capacity.group) for capacity in capacities)
+
     def describe(
         self,
         capacities: tuple[GroupCapacity, ...],
@@ -81,7 +85,6 @@ class Blueprint:
         load_times_s: Sequence[tuple[str, float]],
     ) -> EngineInfo:
         """What the loop and its clients learn, once everything is loaded."""
-        kv_bytes = sum(capacity.num_blocks * self._request.block_bytes(capacity.group) for capacity in capacities)
         return EngineInfo(
             architecture=self.directory.architecture,
             world_size=self.world_size,
@@ -98,7 +101,7 @@ class Blueprint:
             groups=capacities,
             parameters=self.parameters,
             weight_bytes=self.parameters * self.torch_dtype.itemsize,
-            kv_bytes=kv_bytes * self.world_size,
+            kv_bytes=self.kv_bytes(capacities) * self.world_size,
             load_times_s=tuple(load_times_s),
         )
 

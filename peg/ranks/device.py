@@ -79,6 +79,7 @@ class CpuDevice:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        torch.get_num_threads()  # settles this thread's own number, which would else become what a rank sets for itself
 
     def enter(self) -> None:
         torch.set_num_threads(cores_per_rank(self._world_size))

@@ -34,9 +34,15 @@ class Scorer:
         bounded. All ranks must call this alike. What comes back stays on the device, for `read_logprobs`: logprobs
         float64 [rows], places int64 [rows], ids int64 [rows, top], their logprobs float64 [rows, top].
         """
-        parts = [slice(first, first + self._chunk) for first in range(0, len(tokens), self._chunk)]
-        scored = [_score(logits(part), self._first_id, tokens[part], top, comm) for part in parts]
-        return tuple(torch.cat(column) for column in zip(*scored, strict=True))
+        rows = self._chunk if tokens.is_cuda else max(1, self._chunk // comm.world_size)  # CPU ranks share one memory
+        out: tuple[Tensor, ...] = ()
+        for part in (slice(first, first + rows) for first in range(0, len(tokens), rows)):
+            scored = _score(logits(part), self._first_id, tokens[part], top, comm)
+            # Kept chunk by chunk, each few numbers would hold the place behind a chunk's logits in the heap.
+            out = out or tuple(column.new_empty(len(tokens), *column.shape[1:]) for column in scored)
+            for whole, column in zip(out, scored, strict=True):
+                whole[part] = column
+        return out
 
 
 def read_logprobs(tokens: Sequence[int], tops: Sequence[int], scored: Sequence[Tensor]) -> list[TokenLogprobs]:
@@ -84,7 +90,9 @@ def _top(logits: Tensor, first_id: int, count: int, comm: Communicator) -> Tenso
     ids = torch.arange(first_id, first_id + share, device=logits.device)
     if count == 0:
         return ids.new_empty(rows, 0)
-    keys = order_keys(logits, ids[None]).topk(min(count, share)).values
+    # On a CPU row by row: the keys stay in the cache, and nothing is made that is larger than the logits.
+    parts = torch.split(logits, 1 if logits.is_cpu else rows)
+    keys = torch.cat([order_keys(part, ids[None]).topk(min(count, share)).values for part in parts])
     every_key = keys.new_empty(comm.world_size, *keys.shape)
     comm.all_gather(every_key, keys)
     together = every_key.transpose(0, 1).flatten(1)

@@ -11,7 +11,18 @@ _DRAWS = (
     SamplingParams(temperature=0, logprobs=1),
     SamplingParams(temperature=1),
     SamplingParams(temperature=1, top_k=2, top_p=0.5, min_p=0.1),
+    SamplingParams(
+        temperature=0,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        logit_bias=((0, 1.0),),
+        min_tokens=1 << 30,
+        allowed_token_ids=frozenset(range(64)),
+        bad_words=((1,), (0, 0)),
+    ),
 )
+_MASK = b"\xff" * 8  # under which the last of these is drawn too
 
 
 @dataclass(slots=True)
@@ -55,10 +66,11 @@ class Rehearsal:
     def _new(self, row: int) -> NewRow:
         self._stored[row] = 0
         table = (0,) * (-(-self.context // self.block_size))
-        return NewRow(row, row, _DRAWS[row % len(_DRAWS)], (0,), (), (table,) * self.num_groups)
+        return NewRow(row, row, _DRAWS[row % len(_DRAWS)], (0,), (), (table,) * self.num_groups, (1,))
 
     def _slice(self, row: int, count: int, scored: bool) -> Slice:
         start = self._stored[row]
         self._stored[row] = start + count
         token_ids = None if start and not scored else (0,) * count
-        return Slice(row, row, start, count, token_ids, True, (0,) if scored else (), 1)
+        mask = _MASK if _DRAWS[row % len(_DRAWS)].min_tokens else None
+        return Slice(row, row, start, count, token_ids, True, (0,) if scored else (), 1, mask)

@@ -1,32 +1,36 @@
-"""What each row on one rank samples by: its parameters, its tokens so far, and the last one where the device has it."""
+"""What each row on one rank samples by: its parameters, the rules made of its tokens, and the last token sampled."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from peg.plan import SamplingParams, StepPlan
+from peg.plan import SamplingParams, Slice, StepPlan
+from peg.ranks.device import Device
+from peg.ranks.rules import Rule, Share, apply_masks_, rules_of
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One row in use. `prompt_ids` and `output_ids` are as the plan that brought it had them, `sampled` came since."""
+    """One row in use. `rules` is empty where the parameters say nothing about single tokens."""
 
     params: SamplingParams
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    sampled: list[int] = field(default_factory=list)
+    rules: tuple[Rule, ...]
 
 
 class SamplingRows:
-    """The sampling rows of one rank. Owned by the rank's thread.
+    """The sampling rows of one rank, whose logits are those of `share`. Owned by the rank's thread.
 
     `last_tokens` int64 [rows] is what each row sampled last; a plan's placeholders stand for it.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    def __init__(self, num_rows: int, share: Share, device: Device) -> None:
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device.place)
+        self._share = share
+        self._device = device
         self._rows: list[Row | None] = [None] * num_rows
 
     def apply(self, plan: StepPlan) -> None:
@@ -34,9 +38,32 @@ class SamplingRows:
         for row in plan.released_rows:
             self._rows[row] = None
         for new in plan.new_rows:
-            self._rows[new.row] = Row(new.params, new.prompt_ids, new.output_ids)
+            self._rows[new.row] = Row(new.params, rules_of(new, self._share, self._device))
 
     def __getitem__(self, row: int) -> Row:
         found = self._rows[row]
         assert found is not None, f"row {row} is not in use"
         return found
+
+    def shape(self, logits: Tensor, slices: Sequence[Slice]) -> Tensor:
+        """What to sample from: float32 [slices, V/R] logits under the mask of each slice and the rules of its row.
+
+        `logits` is left as it is, and is the answer where no slice has anything of the kind.
+        """
+        masks = {place: piece.mask for place, piece in enumerate(slices) if piece.mask is not None}
+        ruled = [(place, rules) for place, piece in enumerate(slices) if (rules := self[piece.row].rules)]
+        if not masks and not ruled:
+            return logits
+        shaped = logits.clone()
+        if masks:
+            apply_masks_(shaped, masks, self._share, self._device)
+        for place, rules in ruled:
+            for rule in rules:
+                rule.apply_(shaped[place])
+        return shaped
+
+    def sampled(self, rows: Sequence[int], token_ids: Tensor) -> None:
+        """The rules of these rows learn what they have sampled, int64 [rows]."""
+        for place, row in enumerate(rows):
+            for rule in self[row].rules:
+                rule.sampled(token_ids[place])

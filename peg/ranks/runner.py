@@ -21,7 +21,8 @@ from peg.ranks.device import Device, HostArray, Landing
 from peg.ranks.inputs import lay_out
 from peg.ranks.logprobs import NUM_SCORES, Scorer, read_logprobs
 from peg.ranks.rehearsal import Rehearsal
-from peg.ranks.rows import Row, SamplingRows
+from peg.ranks.rows import SamplingRows
+from peg.ranks.rules import Share
 from peg.ranks.sampling import Draw, Sampler, read_tokens
 from peg.ranks.silent_comm import SilentComm
 from peg.ranks.tables import RowTables
@@ -54,7 +55,6 @@ class Launched:
     digest: int
     free_rows: int
     draws: tuple[Draw, ...]
-    rows: tuple[Row, ...]
     alone: bool
 
 
@@ -75,6 +75,7 @@ class Runner:
         self._enter = enter
         config = blueprint.family_config
         share = shard_size(config.vocab_size, blueprint.world_size)
+        self._share = Share(rank * share, share)
         self._sampler = Sampler(rank * share, share, config.forbidden_token_ids, device)
         self._scorer = Scorer(rank * share, share)
         self._digest = WriteDigest()
@@ -142,7 +143,7 @@ class Runner:
         plan = self._blueprint
         self._comm = comm
         self._tables = RowTables(plan.max_num_seqs, len(plan.groups), -(-plan.max_model_len // plan.block_size))
-        self._rows = SamplingRows(plan.max_num_seqs, self.device.place)
+        self._rows = SamplingRows(plan.max_num_seqs, self._share, self.device)
         self._digest.value = 0
 
     def _rehearse(self) -> None:
@@ -187,7 +188,6 @@ class Runner:
             digest=self._digest.value,
             free_rows=self._tables.free_rows,
             draws=draws,
-            rows=tuple(self._rows[row] for row in sampling),
             alone=self._blueprint.world_size == 1 and not plan.has_decode,
         )
 
@@ -196,8 +196,6 @@ class Runner:
         self._enter(StepPhase.READ)
         plan, landed = launched.plan, list(launched.landing.tensors)
         token_ids = read_tokens(landed.pop(0)) if launched.draws else ()
-        for row, token_id in zip(launched.rows, token_ids, strict=True):
-            row.sampled.append(token_id)
         return RankAck(
             step=plan.step,
             epoch=plan.epoch,
@@ -215,17 +213,16 @@ class Runner:
         """The key of one token for each slice that samples, and its scores where some are wanted."""
         sampling = [place for place, piece in enumerate(slices) if piece.samples]
         wanted = [index for index, draw in enumerate(draws) if draw.params.logprobs is not None]
-        last, rows, scored = self.device.upload(
-            (
-                (starts[1:][sampling] - 1).astype(np.int64),
-                np.array([slices[place].row for place in sampling]),
-                np.array(wanted, np.int64),
-            )
+        rows = [slices[place].row for place in sampling]
+        last, there, scored = self.device.upload(
+            ((starts[1:][sampling] - 1).astype(np.int64), np.array(rows), np.array(wanted, np.int64))
         )
         logits = self._model.logits(hidden.index_select(0, last))
-        keys = self._sampler.sample(logits, draws, self.comm)
+        shaped = self._rows.shape(logits, [slices[place] for place in sampling])
+        keys = self._sampler.sample(shaped, draws, self.comm)
         token_ids = key_ids(keys)
-        self._rows.last_tokens.index_copy_(0, rows, token_ids)
+        self._rows.last_tokens.index_copy_(0, there, token_ids)
+        self._rows.sampled(rows, token_ids)
         if not wanted:
             return (keys,)
         top = max(draws[index].params.logprobs or 0 for index in wanted)

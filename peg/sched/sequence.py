@@ -77,7 +77,9 @@ class Sequence:
         """What the ranks need to know of a sequence that takes a row."""
         request = self.request
         tables = tuple(tuple(table) for table in self.tables.tables)
-        return NewRow(self.row, self.seq_id, request.sampling, request.prompt_ids, tuple(self.outputs), tables)
+        stop_ids = tuple(self.stop_ids) if request.sampling.min_tokens else ()
+        outputs = tuple(self.outputs)
+        return NewRow(self.row, self.seq_id, request.sampling, request.prompt_ids, outputs, tables, stop_ids)
 
     def slice(self, count: int) -> Slice:
         """The next `count` tokens. One that is not known yet is what the previous step, still out, samples."""

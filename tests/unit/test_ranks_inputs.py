@@ -28,7 +28,6 @@ from peg.ranks.cache import PagedCache, WriteDigest, make_caches
 from peg.ranks.capacity import CapacityRequest, divide_budget
 from peg.ranks.device import CpuDevice
 from peg.ranks.inputs import lay_out
-from peg.ranks.rows import SamplingRows
 from peg.ranks.tables import RowTables
 from peg.ranks.tickets import Ticket
 
@@ -119,16 +118,6 @@ def test_a_slice_must_begin_where_its_row_ends() -> None:
     piece = Slice(101, 1, 2, 1, (5,), samples=True)
     with pytest.raises(RankDiverged, match="row 1 begins at 2, the row has stored 0"):
         lay_out(StepPlan(3, 0, (piece,)), tables, BLOCK)
-
-
-def test_sampling_rows_keep_all_tokens() -> None:
-    """Parameters and every token so far can be reached by row, for whatever will weigh them."""
-    rows = SamplingRows(2, CPU)
-    rows.apply(StepPlan(0, 0, (), new_rows=(new_row(1, ()),)))
-    rows[1].sampled.append(9)
-    assert (rows[1].prompt_ids, rows[1].output_ids, rows[1].sampled) == ((1, 2, 3), (4,), [9])
-    rows.apply(StepPlan(1, 0, (), released_rows=(1,), new_rows=(new_row(1, ()),)))
-    assert rows[1].sampled == []
 
 
 # --- pools and digests --------------------------------------------------------------------------------------

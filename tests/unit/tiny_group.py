@@ -109,27 +109,29 @@ class TinyGroup:
         self,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
-        params: SamplingParams = GREEDY,
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         epoch: int = 0,
         **request: Any,
     ) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
         """Tokens and prompt logprobs of each prompt, all submitted at once, two steps in flight.
 
-        One scheduler serves all calls of an epoch; plans by hand do not go with it.
+        `params` are those of all prompts, or of each. One scheduler serves all calls of an epoch; plans by hand do
+        not go with it.
         """
         scheduler = self._schedulers.setdefault(epoch, Scheduler(SchedulerLimits.of(self.info, None, epoch)))
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         ids = [
             scheduler.admit(
                 SequenceRequest(
                     request_id=str(number),
                     prompt_ids=tuple(prompt),
-                    sampling=params,
+                    sampling=sampling,
                     max_tokens=max_tokens,
                     ignore_eos=True,
                     **request,
                 )
             )
-            for number, prompt in enumerate(prompts)
+            for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True))
         ]
         tokens: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
         scored: dict[int, list[TokenLogprobs]] = {seq_id: [] for seq_id in ids}
@@ -143,6 +145,10 @@ class TinyGroup:
                 if update.terminal is not None:
                     open_ids.remove(update.seq_id)
         return [tokens[seq_id] for seq_id in ids], [scored[seq_id] for seq_id in ids]
+
+    @property
+    def preemptions(self) -> int:
+        return sum(scheduler.stats().counters.preemptions for scheduler in self._schedulers.values())
 
 
 @contextmanager
