@@ -364,7 +364,7 @@ def test_other_failures_are_the_engines(world_size: int, decode: bool, tmp_path:
         assert "InjectedFault" in cause.traceback
         assert tiny.group.abort(str(cause), 1.0)
         assert tiny.group.join(SOON_S)
-        assert [beat.step for beat in tiny.group.heartbeats()] == [plan.step] * world_size
+        assert max(beat.step for beat in tiny.group.heartbeats()) == plan.step
         assert len(tiny.failures) == 1
         assert tiny.outcomes.empty()
 

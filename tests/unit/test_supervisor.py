@@ -288,9 +288,9 @@ def test_rebuild_begins_a_new_epoch(rebuilding: Rig) -> None:
 
 def test_too_many_rebuilds_end_the_process(rebuilding: Rig) -> None:
     """Over the limit of rebuilds in the window, the policy is exit."""
-    for number in (1, 2):
-        rebuilding.supervisor.fail(cause(str(number)))
-        assert within(2, lambda number=number: len(rebuilding.supervisor.rebuilt) == number)
+    for message in ("1", "2"):
+        rebuilding.supervisor.fail(cause(message))
+        assert within(2, lambda: str(len(rebuilding.supervisor.rebuilt)) == message)  # noqa: B023 — called at once
     rebuilding.supervisor.fail(cause("3"))
     assert rebuilding.ended.wait(2)
     assert rebuilding.supervisor.cause is not None
