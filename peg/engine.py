@@ -19,12 +19,9 @@ import structlog
 from peg.config import EngineConfig
 from peg.deadlines import Deadlines
 from peg.errors import EngineUnavailable, InvalidRequest, PegError
+from peg.failure import Cause, CauseKind, EngineState, Fault
 from peg.plan import (
-    Cause,
-    CauseKind,
     EngineInfo,
-    EngineState,
-    Fault,
     FinishReason,
     SequenceRequest,
     Skipped,

@@ -25,7 +25,7 @@ import structlog
 
 from peg.deadlines import Deadlines, StepClock
 from peg.errors import RankError
-from peg.plan import Cause, CauseKind, EngineState, Heartbeat
+from peg.failure import Cause, CauseKind, EngineState, Heartbeat
 
 log = structlog.get_logger("peg.supervisor")
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from peg.errors import CommAborted, InjectedFault
-from peg.plan import Fault, FaultKind, FaultPoint
+from peg.failure import Fault, FaultKind, FaultPoint
 from peg.ranks.nccl_comm import NcclComm
 from peg.ranks.solo_comm import SoloComm
 from peg.ranks.thread_comm import ThreadComm

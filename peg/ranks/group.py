@@ -8,14 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from peg.config import EngineConfig
 from peg.errors import CommAborted, ConfigError, InvalidRequest, RankError, UsageError
+from peg.failure import Cause, CauseKind, FailureCallback, Fault, Heartbeat
 from peg.plan import (
-    Cause,
-    CauseKind,
     Connect,
     EngineInfo,
-    FailureCallback,
-    Fault,
-    Heartbeat,
     LoadWeights,
     MakeCache,
     RankCommand,

@@ -12,11 +12,9 @@ from typing import Protocol, TypeAlias
 import torch
 
 from peg.errors import CommAborted, CommMismatch, RankDiverged, UsageError
+from peg.failure import Cause, CauseKind, Heartbeat
 from peg.plan import (
-    Cause,
-    CauseKind,
     Connect,
-    Heartbeat,
     LoadWeights,
     MakeCache,
     RankAck,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from peg.plan import Cause, CauseKind, RankAck, Skipped, StepFailed, StepOutcome, StepResult
+from peg.failure import Cause, CauseKind
+from peg.plan import RankAck, Skipped, StepFailed, StepOutcome, StepResult
 
 Answer: TypeAlias = RankAck | StepFailed | Skipped
 """What one rank says about one step."""

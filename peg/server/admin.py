@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from peg.plan import EngineState, Fault, FaultKind, FaultPoint
+from peg.failure import EngineState, Fault, FaultKind, FaultPoint
 from peg.server.body import read_body
 from peg.server.errors import ApiError, invalid
 from peg.server.form import encode

@@ -3,42 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from peg.engine import Engine, Output, TokenStream
-from peg.plan import EngineState, FinishReason, SamplingParams, SequenceRequest, Terminal
+from peg.failure import EngineState
+from peg.plan import FinishReason, SamplingParams, SequenceRequest, Terminal, TokenLogprobs
 from peg.server.errors import ApiError
 from peg.server.live import LiveRequest
+from peg.server.logprobs import Details
 from peg.server.metrics import Metrics
 from peg.server.sampling import choice_seed
 from peg.text.stops import OutputRules
 
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
+_REASONS: Mapping[FinishReason, str] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as ids, and the text that an answer begins with where it repeats its prompt (`echo`)."""
+
+    ids: tuple[int, ...]
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What a request asks for, checked. Its choices are prompt-major: index = prompt · n + sample.
-
-    Tokens in `hidden_ids` end a choice and give no text.
-    """
+    """What a request asks for, checked. Its choices are prompt-major: index = prompt · n + sample."""
 
     request_id: str
-    prompts: Sequence[tuple[int, ...]]
+    prompts: Sequence[Prompt]
     n: int
     sampling: SamplingParams
     max_tokens: int | None
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     rules: OutputRules
-    hidden_ids: frozenset[int]
+    details: Details
+    priority: int
 
     @property
     def prompt_tokens(self) -> int:
         """Each prompt counts once, however many choices it has."""
-        return sum(len(prompt) for prompt in self.prompts)
+        return sum(len(prompt.ids) for prompt in self.prompts)
 
     def submit(self, engine: Engine, live: LiveRequest, metrics: Metrics) -> list[Choice]:
         """Put every sequence into the engine, and into `live`. Raises what `Engine.submit` raises."""
@@ -49,17 +61,19 @@ class Generation:
                 request = self._sequence(len(choices), prompt, sample)
                 stream = engine.submit(request, self.rules.matcher())
                 live.streams.append(stream)
-                choices.append(Choice(len(choices), stream, self, metrics, live.arrived_s))
+                choices.append(Choice(len(choices), prompt, stream, self, metrics, live.arrived_s))
         return choices
 
-    def _sequence(self, index: int, prompt: tuple[int, ...], sample: int) -> SequenceRequest:
+    def _sequence(self, index: int, prompt: Prompt, sample: int) -> SequenceRequest:
         return SequenceRequest(
             request_id=f"{self.request_id}/{index}",
-            prompt_ids=prompt,
+            prompt_ids=prompt.ids,
             sampling=replace(self.sampling, seed=choice_seed(self.sampling.seed, sample)),
             max_tokens=self.max_tokens,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            prompt_logprobs=self.details.scored_prompt,
+            priority=self.priority,
         )
 
 
@@ -74,8 +88,8 @@ class Finish:
 class Sink(Protocol):
     """Where the text of choices goes. The choices of one request share it."""
 
-    async def piece(self, choice: Choice, text: str) -> None:
-        """More text of a choice, never empty."""
+    async def piece(self, choice: Choice, text: str, output: Output) -> None:
+        """More text of a choice, and the tokens that came; the text is empty only where tokens are told."""
 
     async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
         """The rest of a choice's text, and how it ended."""
@@ -85,16 +99,29 @@ class Choice:
     """One sequence on its way to its client. Owned by the task that follows it."""
 
     def __init__(
-        self, index: int, stream: TokenStream, generation: Generation, metrics: Metrics, arrived_s: float
+        self,
+        index: int,
+        prompt: Prompt,
+        stream: TokenStream,
+        generation: Generation,
+        metrics: Metrics,
+        arrived_s: float,
     ) -> None:
         self.index = index
+        self.prompt = prompt
         self.completion_tokens = 0
         self._metrics = metrics
         self._last_s = arrived_s
         self._stream = stream
         self._text = generation.rules.text()
-        self._hidden_ids = generation.hidden_ids
+        self._tells_tokens = generation.details.tells_tokens
         self._stop_token_ids = generation.stop_token_ids
+
+    @property
+    def prompt_scores(self) -> list[TokenLogprobs | None]:
+        """One score for each token of the prompt: None for the first, and where a cancel came before the score."""
+        scores = [None, *self._stream.prompt_logprobs]
+        return scores + [None] * (len(self.prompt.ids) - len(scores))
 
     async def follow(self, sink: Sink) -> None:
         """Hand everything to `sink` as it comes. Raises SequenceFailed where the sequence failed."""
@@ -102,8 +129,8 @@ class Choice:
             count = len(output.token_ids)
             self._last_s = self._metrics.tokens(count, self._last_s, first=not self.completion_tokens)
             self.completion_tokens += count
-            if text := self._feed(output):
-                await sink.piece(self, text)
+            if (text := self._feed(output)) or self._tells_tokens:
+                await sink.piece(self, text, output)
         terminal = self._stream.terminal
         assert terminal is not None, "a stream ended without a terminal"
         if terminal.reason not in _REASONS:
@@ -114,8 +141,10 @@ class Choice:
         await sink.finish(self, tail, Finish(_REASONS[terminal.reason], stop))
 
     def _feed(self, output: Output) -> str:
-        shown = [self._text.feed(token_id) for token_id in output.token_ids if token_id not in self._hidden_ids]
-        return shown[0] if len(shown) == 1 else "".join(shown)
+        feed = self._text.feed
+        if len(output.token_ids) == 1:
+            return feed(output.token_ids[0])
+        return "".join(map(feed, output.token_ids))
 
 
 class SequenceFailed(Exception):

@@ -19,7 +19,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from peg.engine import EngineStats
-from peg.plan import EngineState, FinishReason, Terminal
+from peg.failure import EngineState
+from peg.plan import FinishReason, Terminal
 
 ReadEngine: TypeAlias = Callable[[], tuple[EngineState, EngineStats | None]]
 """The engine's state, and a reading of it once it has started."""

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from aiohttp import web
 
-from peg.plan import EngineState
+from peg.failure import EngineState
 from peg.server.errors import ApiError
 from peg.server.form import encode
 from peg.server.service import SERVICE, Service

@@ -13,7 +13,8 @@ from aiohttp import web
 from peg.config import EngineConfig, ServerConfig
 from peg.engine import Engine, EngineStats
 from peg.errors import EngineUnavailable
-from peg.plan import EngineInfo, EngineState
+from peg.failure import EngineState
+from peg.plan import EngineInfo
 from peg.server.errors import ApiError
 from peg.server.live import LiveRequests
 from peg.server.metrics import Metrics

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from peg.errors import CommAborted, CommMismatch, InjectedFault, RankDiverged
-from peg.plan import CauseKind, Fault, FaultKind, FaultPoint, StepPlan
+from peg.failure import CauseKind, Fault, FaultKind, FaultPoint
+from peg.plan import StepPlan
 from peg.ranks.scope import Scope, failure_scope
 from tests.unit.tiny_group import SOON_S, TinyGroup, rank_threads, tiny_group
 

@@ -13,16 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from peg.config import EngineConfig
+from peg.failure import Cause, CauseKind, FailureCallback, Fault, FaultKind, Heartbeat
 from peg.plan import (
-    Cause,
-    CauseKind,
     EngineInfo,
-    FailureCallback,
-    Fault,
-    FaultKind,
     Full,
     GroupCapacity,
-    Heartbeat,
     NewRow,
     StepPlan,
     StepResult,

@@ -21,7 +21,7 @@ import peg.engine
 from peg.config import EngineConfig, ServerConfig
 from peg.deadlines import Deadlines
 from peg.engine import Engine
-from peg.plan import EngineState
+from peg.failure import EngineState
 from peg.server.run import listening, live
 from peg.server.service import Service
 from peg.supervisor import ProcessEnd

@@ -11,7 +11,7 @@ import pytest
 from peg.config import EngineConfig, ServerConfig
 from peg.deadlines import Deadlines
 from peg.errors import CheckpointError
-from peg.plan import EngineState
+from peg.failure import EngineState
 from peg.server.service import ModelTexts
 from tests.http.serving import Answer, Server, serving
 from tests.http.test_leaving import COMPLETION, echo_with, long_answer

@@ -14,16 +14,12 @@ from peg.config import EngineConfig
 from peg.deadlines import Deadlines
 from peg.engine import Engine, Output, TokenStream
 from peg.errors import EngineUnavailable, InvalidRequest
+from peg.failure import Cause, CauseKind, EngineState, FailureCallback, Heartbeat
 from peg.plan import (
-    Cause,
-    CauseKind,
     EngineInfo,
-    EngineState,
-    FailureCallback,
     FinishReason,
     Full,
     GroupCapacity,
-    Heartbeat,
     SamplingParams,
     SequenceRequest,
     Skipped,

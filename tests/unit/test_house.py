@@ -23,7 +23,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "peg.__main__": ("peg",),
     "peg.cli": ("peg",),
     "peg.commands": ("peg",),
-    "peg.server": ("peg.engine", "peg.text", "peg.plan", "peg.config", "peg.errors"),
+    "peg.server": ("peg.engine", "peg.text", "peg.plan", "peg.failure", "peg.config", "peg.errors"),
     "peg.text": ("peg.errors",),
     "peg.engine": (
         "peg.supervisor",
@@ -31,12 +31,14 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
         "peg.sched",
         "peg.ranks.group",
         "peg.plan",
+        "peg.failure",
         "peg.config",
         "peg.errors",
     ),
-    "peg.supervisor": ("peg.deadlines", "peg.plan", "peg.errors"),
+    "peg.supervisor": ("peg.deadlines", "peg.failure", "peg.errors"),
     "peg.deadlines": ("peg.plan",),
     "peg.plan": ("peg.errors",),
+    "peg.failure": ("peg.errors",),
     "peg.config": ("peg.errors",),
     "peg.errors": (),
     "peg.environment": ("peg.errors",),
@@ -47,6 +49,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
         "peg.kernels",
         "peg.checkpoint",
         "peg.plan",
+        "peg.failure",
         "peg.config",
         "peg.errors",
     ),
@@ -57,6 +60,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
 OUTSIDE: Mapping[str, frozenset[str]] = {  # packages from outside that a zone must not know
     "peg.sched": frozenset({"torch", "asyncio", "aiohttp", "numpy"}),
     "peg.plan": frozenset({"torch", "asyncio", "aiohttp", "numpy"}),
+    "peg.failure": frozenset({"torch", "asyncio", "aiohttp", "numpy"}),
 }
 HTTP = "aiohttp"  # only the server knows it
 CUDA_ONLY = frozenset({"cuda", "nccl"})  # packages that exist only with CUDA

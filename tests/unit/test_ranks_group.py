@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from peg.errors import CheckpointError, ConfigError, InvalidRequest, RankError
+from peg.failure import CauseKind, Fault, FaultKind, FaultPoint
 from peg.models.inputs import LayerCache
 from peg.plan import (
-    CauseKind,
-    Fault,
-    FaultKind,
-    FaultPoint,
     SamplingParams,
     Shutdown,
     Skipped,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peg.errors import ConfigError, RankDiverged
+from peg.failure import CauseKind
 from peg.plan import (
-    CauseKind,
     Full,
     GroupCapacity,
     KVGroup,

@@ -13,7 +13,8 @@ import pytest
 from torch import Tensor
 
 from peg.errors import RankError
-from peg.plan import CauseKind, Fault, FaultKind, Skipped, Slice, StepFailed, StepPlan, StepResult
+from peg.failure import CauseKind, Fault, FaultKind
+from peg.plan import Skipped, Slice, StepFailed, StepPlan, StepResult
 from peg.ranks.device import CpuDevice
 from peg.ranks.pace import Pace
 from tests.unit.tiny_group import TinyGroup, rank_threads, tiny_group

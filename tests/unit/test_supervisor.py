@@ -10,7 +10,8 @@ import pytest
 
 from peg.deadlines import Deadlines, StepClock
 from peg.errors import RankError
-from peg.plan import Cause, CauseKind, EngineState, Heartbeat, Slice, StepPlan
+from peg.failure import Cause, CauseKind, EngineState, Heartbeat
+from peg.plan import Slice, StepPlan
 from peg.supervisor import EngineDoors, ProcessEnd, Supervisor
 
 QUICK = Deadlines(

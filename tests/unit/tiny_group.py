@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from peg.config import EngineConfig
+from peg.failure import Cause
 from peg.plan import (
-    Cause,
     EngineInfo,
     NewRow,
     SamplingParams,
