@@ -28,6 +28,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "peg.engine": (
         "peg.supervisor",
         "peg.deadlines",
+        "peg.masks",
         "peg.sched",
         "peg.ranks.group",
         "peg.plan",
@@ -37,6 +38,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     ),
     "peg.supervisor": ("peg.deadlines", "peg.failure", "peg.errors"),
     "peg.deadlines": ("peg.plan",),
+    "peg.masks": ("peg.sched", "peg.plan", "peg.errors"),
     "peg.plan": ("peg.errors",),
     "peg.failure": ("peg.errors",),
     "peg.config": ("peg.errors",),
@@ -53,6 +55,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
         "peg.config",
         "peg.errors",
     ),
+    "peg.parity": ("peg.engine", "peg.text", "peg.checkpoint", "peg.plan", "peg.config", "peg.errors"),
     "peg.models": ("peg.kernels", "peg.checkpoint", "peg.plan", "peg.config", "peg.errors"),
     "peg.checkpoint": ("peg.plan", "peg.config", "peg.errors"),
     "peg.kernels": (),
@@ -63,7 +66,7 @@ OUTSIDE: Mapping[str, frozenset[str]] = {  # packages from outside that a zone m
     "peg.failure": frozenset({"torch", "asyncio", "aiohttp", "numpy"}),
 }
 HTTP = "aiohttp"  # only the server knows it
-CUDA_ONLY = frozenset({"cuda", "nccl"})  # packages that exist only with CUDA
+OPTIONAL = frozenset({"cuda", "nccl", "transformers"})  # packages that need not be there: with CUDA, with [dev]
 LIGHT = ("peg.__main__", "peg.cli", "peg.commands.flags")  # --help is instant: at their top only these
 CLI_TOP = ("click", "peg.cli", "peg.commands.flags", "peg.config", "peg.errors")  # and the standard library
 READ_ONLY = frozenset({"Mapping", "Sequence", "Set", "AbstractSet", "Collection", "Iterable"})
@@ -160,15 +163,15 @@ def zones_do_not_know(source: Source) -> Iterator[str]:
 
 
 def imports_stand_at_the_top(source: Source) -> Iterator[str]:
-    """Exceptions: commands import late; packages that exist only with CUDA come in the wrapping constructor."""
+    """Exceptions: commands import late; packages that need not be there come in the wrapping constructor."""
     top = {id(node) for node in at_module_level(source.tree)}
     constructors = [node for node in ast.walk(source.tree) if getattr(node, "name", "") == "__init__"]
     wrapped = {id(node) for init in constructors for node in ast.walk(init)}
     for node, target in imports(source.tree):
-        cuda_only = target.partition(".")[0] in CUDA_ONLY
-        if cuda_only and id(node) not in wrapped:
-            yield f"{node.lineno}: {target} exists only with CUDA: import it in the constructor that wraps it"
-        elif id(node) not in top and not cuda_only and source.zone != "peg.cli":
+        optional = target.partition(".")[0] in OPTIONAL
+        if optional and id(node) not in wrapped:
+            yield f"{node.lineno}: {target} need not be there: import it in the constructor that wraps it"
+        elif id(node) not in top and not optional and source.zone != "peg.cli":
             yield f"{node.lineno}: import of {target} inside a function"
 
 
@@ -266,6 +269,7 @@ PEG_RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a file that br
     (imports_stand_at_the_top, "peg/engine.py", "def f():\n    import json"),
     (imports_stand_at_the_top, "peg/ranks/nccl.py", "import nccl.core"),
     (imports_stand_at_the_top, "peg/ranks/nccl.py", "class A:\n    def close(self):\n        import nccl.core"),
+    (imports_stand_at_the_top, "peg/parity/golden.py", "import transformers"),
     (the_command_line_is_light, "peg/cli.py", "import torch"),
     (the_command_line_is_light, "peg/__main__.py", "from peg import engine"),
     (no_import_for_types_only, "peg/engine.py", "if TYPE_CHECKING:\n    from peg.errors import PegError"),
