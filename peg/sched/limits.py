@@ -50,6 +50,14 @@ class SchedulerLimits:
 
     def max_tokens(self, request: SequenceRequest) -> int:
         """How many tokens the request may sample at most. Raises InvalidRequest where the context has no room."""
+        granted = self._grant(request)
+        if request.sampling.min_tokens > granted:
+            raise InvalidRequest(
+                f"min_tokens {request.sampling.min_tokens}: at most {granted} tokens are sampled", "min_tokens"
+            )
+        return granted
+
+    def _grant(self, request: SequenceRequest) -> int:
         prompt, wanted = len(request.prompt_ids), request.max_tokens
         left = self.max_model_len - prompt
         context = f"the context is {self.max_model_len} tokens"
@@ -77,6 +85,7 @@ class SchedulerLimits:
 
     def check_ids(self, request: SequenceRequest) -> None:
         """Raises InvalidRequest for an id that the model has not, or that a prompt may not hold."""
+        self.check_rules(request)
         for name, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.stop_token_ids)):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
                 bad = next(token for token in ids if not 0 <= token < self.vocab_size)
@@ -86,3 +95,30 @@ class SchedulerLimits:
                 (place, token) for place, token in enumerate(request.prompt_ids) if token in self.forbidden_token_ids
             )
             raise InvalidRequest(f"prompt: token id {bad} at position {place} may not be in a prompt", "prompt")
+
+    def check_rules(self, request: SequenceRequest) -> None:
+        """Raises InvalidRequest for rules about tokens that the model has not, or that leave none to sample.
+
+        Of a bad word the last token counts as banned for good, so that no row of logits is ever empty.
+        """
+        rules = request.sampling
+        allowed = rules.allowed_token_ids
+        named = {
+            "logit_bias": {token for token, _ in rules.logit_bias},
+            "allowed_token_ids": allowed or frozenset(),
+            "bad_words": {token for word in rules.bad_words for token in word},
+        }
+        for name, ids in named.items():
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                raise InvalidRequest(f"{name}: a token id is not in 0 to {self.vocab_size - 1}", name)
+        if allowed is None and not rules.bad_words:
+            return
+        banned = self.forbidden_token_ids.union(word[-1] for word in rules.bad_words)
+        if rules.min_tokens:
+            banned |= request.stop_token_ids | self.eos_token_ids
+        left = len(allowed - banned) if allowed is not None else self.vocab_size - len(banned)
+        if left <= 0:
+            raise InvalidRequest(
+                "allowed_token_ids, bad_words and min_tokens together leave no token to sample",
+                "bad_words" if allowed is None else "allowed_token_ids",
+            )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from peg.engine import Output
 from peg.errors import RequestError
 from peg.server.form import Collected, Form, Usage
 from peg.server.generation import Choice, Finish, Generation, follow_all
@@ -34,7 +35,7 @@ async def answer(request: web.Request, generation: Generation, form: Form, deliv
             stream = EventStream(request)
             await follow_all(choices, _EventSink(stream, form, meter, delivery.continuous_usage), service.engine)
             return await stream.end(form.envelope.usage_event(meter.usage()) if delivery.usage_event else b"")
-        sink = _CollectingSink(len(choices))
+        sink = _CollectingSink(choices)
         await follow_all(choices, sink, service.engine)
     return web.Response(body=form.whole(sink.choices, meter.usage()), content_type="application/json")
 
@@ -61,11 +62,14 @@ class _Meter:
 class _CollectingSink:
     """Keeps what comes."""
 
-    def __init__(self, count: int) -> None:
-        self.choices = [Collected() for _ in range(count)]
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = [Collected(choice) for choice in choices]
 
-    async def piece(self, choice: Choice, text: str) -> None:
-        self.choices[choice.index].pieces.append(text)
+    async def piece(self, choice: Choice, text: str, output: Output) -> None:
+        collected = self.choices[choice.index]
+        collected.pieces.append(text)
+        collected.token_ids += output.token_ids
+        collected.scores += output.logprobs
 
     async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
         self.choices[choice.index].pieces.append(text)
@@ -82,17 +86,17 @@ class _EventSink:
         self._tells_usage = tells_usage
         self._opened: set[int] = set()
 
-    async def piece(self, choice: Choice, text: str) -> None:
-        await self._send(choice.index, self._form.piece(choice.index, text, self._usage()))
+    async def piece(self, choice: Choice, text: str, output: Output) -> None:
+        await self._send(choice, self._form.piece(choice, text, output, self._usage()))
 
     async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
-        await self._send(choice.index, self._form.closing(choice.index, text, finish, self._usage()))
+        await self._send(choice, self._form.closing(choice, text, finish, self._usage()))
 
     def _usage(self) -> Usage | None:
         return self._meter.usage() if self._tells_usage else None
 
-    async def _send(self, index: int, event: bytes) -> None:
-        if index not in self._opened:
-            self._opened.add(index)
-            event = self._form.opening(index) + event
+    async def _send(self, choice: Choice, event: bytes) -> None:
+        if choice.index not in self._opened:
+            self._opened.add(choice.index)
+            event = self._form.opening(choice) + event
         await self._stream.send(event)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 from aiohttp import web
 
+from peg.engine import Output
+from peg.plan import TokenLogprobs
 from peg.server.answer import answer
 from peg.server.body import read_body
 from peg.server.errors import invalid
 from peg.server.form import Collected, Envelope, Usage, encode
-from peg.server.generation import Finish
-from peg.server.intake import admit_body, check_choices, delivery_of, generation_of
+from peg.server.generation import Choice, Finish, Prompt
+from peg.server.intake import admit_body, check_choices, delivery_of, details_of, generation_of
+from peg.server.logprobs import Details, chat_logprobs, prompt_logprobs
 from peg.server.service import SERVICE, ServedModel
 from peg.server.types import ChatRequest, Message, chat_decoder
 
@@ -24,9 +28,10 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     name = model.check_name(body.model)
     check_choices(request.app[SERVICE], body, 1)
     max_tokens = _max_tokens(body)
+    details = replace(details_of(request, body, _logprobs(body), "top_logprobs"), echo=False)
     prompt = await _prompt(body, model)
-    generation = generation_of(request, body, [prompt], max_tokens)
-    form = ChatForm(f"chatcmpl-{generation.request_id}", name)
+    generation = generation_of(request, body, [prompt], max_tokens, details)
+    form = ChatForm(f"chatcmpl-{generation.request_id}", name, details)
     return await answer(request, generation, form, delivery_of(body))
 
 
@@ -40,7 +45,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     return [msgspec.to_builtins(message) for message in messages]
 
 
-async def _prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
+async def _prompt(body: ChatRequest, model: ServedModel) -> Prompt:
     """The conversation as ids. The template writes BOS itself, so the tokenizer adds nothing unless told to."""
     template = model.texts.template
     variables = dict(body.chat_template_kwargs or {})
@@ -61,7 +66,22 @@ async def _prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
         add_special_tokens=bool(body.add_special_tokens),
         param="messages",
     )
-    return tuple(ids)
+    return Prompt(tuple(ids), _echo(body) if body.echo else "")
+
+
+def _echo(body: ChatRequest) -> str:
+    """The text that the answer continues, where it begins with it."""
+    if not body.continue_final_message:
+        raise invalid("echo: only with continue_final_message", "echo")
+    content = body.messages[-1].content or ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    """How many top logprobs are wanted, None for no logprobs."""
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs: only with logprobs true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -76,30 +96,62 @@ def _max_tokens(body: ChatRequest) -> int | None:
 class ChatForm:
     """How a chat completion is written."""
 
-    def __init__(self, answer_id: str, model: str) -> None:
+    def __init__(self, answer_id: str, model: str, details: Details) -> None:
         self.envelope = Envelope(answer_id, "chat.completion.chunk", model)
+        self._details = details
 
-    def opening(self, index: int) -> bytes:
-        delta = b'"delta":{"role":"assistant","content":""},"index":%d,"logprobs":null,"finish_reason":null' % index
-        return self.envelope.event(delta, None)
+    def opening(self, choice: Choice) -> bytes:
+        """The role; the text that the answer continues, where it is repeated; the prompt's ids, where they are told."""
+        delta = b'"delta":{"role":"assistant","content":""},"index":%d,"logprobs":null,"finish_reason":null'
+        told = b',"prompt_token_ids":' + encode(choice.prompt.ids) if self._details.token_ids else b""
+        events = self.envelope.event(delta % choice.index, None, told)
+        if choice.prompt.echo:
+            events += self.envelope.event(_content(choice.index, choice.prompt.echo), None)
+        return events
 
-    def piece(self, index: int, text: str, usage: Usage | None) -> bytes:
-        ending = b'},"index":%d,"logprobs":null,"finish_reason":null' % index
-        return self.envelope.event(b'"delta":{"content":' + encode(text) + ending, usage)
+    def piece(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
+        if not self._details.tells_tokens:
+            return self.envelope.event(_content(choice.index, text), usage)
+        piece = {"delta": {"content": text}, "index": choice.index, "logprobs": None, "finish_reason": None}
+        return self.envelope.event(encode(self._tell(piece, output.token_ids, output.logprobs))[1:-1], usage)
 
-    def closing(self, index: int, text: str, finish: Finish, usage: Usage | None) -> bytes:
-        choice = _choice(index, "delta", {"content": text} if text else {}, finish)
-        return self.envelope.event(encode(choice)[1:-1], usage)
+    def closing(self, choice: Choice, text: str, finish: Finish, usage: Usage | None) -> bytes:
+        last = _choice(choice.index, "delta", {"content": text} if text else {}, finish)
+        return self.envelope.event(encode(last)[1:-1], usage)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        answers = [
-            _choice(index, "message", {"role": "assistant", "content": choice.text, "refusal": None}, choice.ending)
-            for index, choice in enumerate(choices)
-        ]
-        return self.envelope.document("chat.completion", answers, usage)
+        details, first = self._details, choices[0].choice
+        beside: dict[str, object] = {}
+        if details.prompt_logprobs is not None:
+            beside["prompt_logprobs"] = prompt_logprobs(details.names, first.prompt_scores, details.prompt_logprobs)
+        if details.token_ids:
+            beside["prompt_token_ids"] = first.prompt.ids
+        answers = [self._whole(collected) for collected in choices]
+        return self.envelope.document("chat.completion", answers, usage, beside)
+
+    def _whole(self, collected: Collected) -> dict[str, object]:
+        choice = collected.choice
+        message = {"role": "assistant", "content": choice.prompt.echo + collected.text, "refusal": None}
+        document = _choice(choice.index, "message", message, collected.ending)
+        return self._tell(document, collected.token_ids, collected.scores)
+
+    def _tell(
+        self, document: dict[str, object], token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None]
+    ) -> dict[str, object]:
+        """Add what is to be told of tokens to a choice, or to one piece of it."""
+        if self._details.logprobs is not None:
+            document["logprobs"] = chat_logprobs(self._details.names, scores)
+        if self._details.token_ids:
+            document["token_ids"] = token_ids
+        return document
 
 
-def _choice(index: int, kind: str, message: dict[str, object], finish: Finish) -> dict[str, object]:
+def _content(index: int, text: str) -> bytes:
+    ending = b'},"index":%d,"logprobs":null,"finish_reason":null' % index
+    return b'"delta":{"content":' + encode(text) + ending
+
+
+def _choice(index: int, kind: str, message: Mapping[str, object], finish: Finish) -> dict[str, object]:
     return {
         "index": index,
         kind: message,

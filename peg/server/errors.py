@@ -14,7 +14,7 @@ from peg.server.stream import STREAM, EventStream
 
 log = structlog.get_logger("peg.server")
 
-_RETRY_AFTER = {"Retry-After": "1"}
+_RETRY_AFTER: Mapping[str, str] = {"Retry-After": "1"}
 
 
 class ApiError(Exception):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from peg.server.generation import Finish
+from peg.engine import Output
+from peg.plan import TokenLogprobs
+from peg.server.generation import Choice, Finish
 
 encode = msgspec.json.encode
+_NOTHING: Mapping[str, object] = {}
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -26,7 +29,10 @@ class Usage(msgspec.Struct, frozen=True):
 class Collected:
     """One choice of an answer that is not streamed."""
 
+    choice: Choice
     pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs | None] = field(default_factory=list)
     finish: Finish | None = None
 
     @property
@@ -44,13 +50,13 @@ class Form(Protocol):
 
     envelope: Envelope
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, choice: Choice) -> bytes:
         """What comes before a choice's first piece."""
 
-    def piece(self, index: int, text: str, usage: Usage | None) -> bytes:
-        """More text of a choice."""
+    def piece(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
+        """More text of a choice, and the tokens that came."""
 
-    def closing(self, index: int, text: str, finish: Finish, usage: Usage | None) -> bytes:
+    def closing(self, choice: Choice, text: str, finish: Finish, usage: Usage | None) -> bytes:
         """A choice's last event."""
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
@@ -68,18 +74,20 @@ class Envelope:
         self._start = b"data: " + head[:-1] + b',"choices":[{'
         self._usage_start = b"data: " + head[:-1] + b',"choices":[],"usage":'
 
-    def event(self, choice: bytes, usage: Usage | None) -> bytes:
-        """An event with one choice, given as the inside of its JSON object."""
+    def event(self, choice: bytes, usage: Usage | None, beside: bytes = b"") -> bytes:
+        """An event with one choice, given as the inside of its JSON object; `beside` stands after the choices."""
         if usage is None:
-            return self._start + choice + b"}]}\n\n"
-        return self._start + choice + b'}],"usage":' + encode(usage) + b"}\n\n"
+            return self._start + choice + b"}]" + beside + b"}\n\n"
+        return self._start + choice + b"}]" + beside + b',"usage":' + encode(usage) + b"}\n\n"
 
     def usage_event(self, usage: Usage) -> bytes:
         """The event without a choice that tells the usage."""
         return self._usage_start + encode(usage) + b"}\n\n"
 
-    def document(self, kind: str, choices: Sequence[object], usage: Usage) -> bytes:
-        """The whole answer, for one that is not streamed."""
+    def document(
+        self, kind: str, choices: Sequence[object], usage: Usage, beside: Mapping[str, object] = _NOTHING
+    ) -> bytes:
+        """The whole answer, for one that is not streamed; `beside` is what it has beyond the usual."""
         return encode(
             {
                 "id": self.id,
@@ -89,5 +97,6 @@ class Envelope:
                 "choices": choices,
                 "usage": usage,
                 "system_fingerprint": None,
+                **beside,
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -19,23 +20,10 @@ T = TypeVar("T", int, float)
 _LOWEST_TEMPERATURE = 0.01  # below it the softmax of bf16 logits overflows; 0 itself is greedy
 
 # Fields that are known but not built: the values that change nothing are accepted, every other one is refused.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "return_token_ids": (False,),
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "priority": (0,),
     "cache_salt": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -66,15 +54,10 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
             named = {
                 name: raw for name, raw in found.items() if name in cls.__struct_fields__ and bytes(raw) != b"null"
             }
-            defaults = msgspec.json.decode(msgspec.json.encode(named), type=cls)
+            return msgspec.json.decode(msgspec.json.encode(named), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        if defaults.repetition_penalty != 1.0:
-            raise CheckpointError(
-                f"{path}: repetition_penalty {defaults.repetition_penalty} is not supported; "
-                "--generation-config none starts without the file's values"
-            )
-        return defaults
+            hint = "--generation-config none starts without the file's values"
+            raise CheckpointError(f"{path}: {error}; {hint}") from None
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
@@ -94,6 +77,10 @@ def sampling_params(request: GenerationRequest, defaults: SamplingDefaults, seed
         top_p=_chosen(request.top_p, defaults.top_p),
         min_p=_chosen(request.min_p, defaults.min_p),
         seed=seed,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_chosen(request.repetition_penalty, defaults.repetition_penalty),
+        min_tokens=request.min_tokens or 0,
     )
 
 

@@ -34,7 +34,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=64)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -45,18 +45,19 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     user: str | None = None

@@ -45,6 +45,7 @@ class Tokenizer:
         table = TokenBytes.from_decoder(json.loads(core.decoder.__getstate__()) if core.decoder else None)
         self.vocab_size = max(tokens, default=-1) + 1
         self._bytes = [table.of(tokens.get(i), is_added=i in added) for i in range(self.vocab_size)]
+        self._unused_ids = frozenset(token_id for token_id, raw in enumerate(self._bytes) if raw is None)
         self._stripped_spaces = table.stripped_spaces
         self.longest_token_bytes = max((len(raw) for raw in self._bytes if raw is not None), default=0)
         named = {core.token_to_id(token) for token in self.special_tokens.values()}
@@ -107,6 +108,12 @@ class Tokenizer:
     def has(self, token_id: int) -> bool:
         """Whether the tokenizer has a token with this id. A model's padded vocabulary has more ids."""
         return 0 <= token_id < self.vocab_size and self._bytes[token_id] is not None
+
+    def first_unknown(self, ids: Sequence[int]) -> int | None:
+        """The first of `ids` that no token has, None where all are known. Made for prompts of any length."""
+        if not ids or (max(ids) < self.vocab_size and min(ids) >= 0 and self._unused_ids.isdisjoint(ids)):
+            return None
+        return next((token_id for token_id in ids if not self.has(token_id)), None)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token stands for, half a character included; none for an id without a token."""
