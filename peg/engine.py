@@ -20,6 +20,7 @@ from peg.config import EngineConfig
 from peg.deadlines import Deadlines
 from peg.errors import EngineUnavailable, InvalidRequest, PegError
 from peg.failure import Cause, CauseKind, EngineState, Fault
+from peg.masks import Grammar, MaskMaker
 from peg.plan import (
     EngineInfo,
     FinishReason,
@@ -148,6 +149,7 @@ class Engine:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._open = _Open()
+        self._masks = MaskMaker(self._turn_soon)
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended: asyncio.Future[int] = self._loop.create_future()
@@ -201,6 +203,7 @@ class Engine:
     async def close(self, deadline_s: float = 5.0) -> None:
         """Join every thread. What is still open gets FAILED; a second call does nothing."""
         self._answer_everyone("the engine was closed")
+        self._masks.close()
         await asyncio.to_thread(self._group.close, deadline_s)
         await asyncio.to_thread(self._supervisor.release, deadline_s)
         self._set_ended(0 if self.cause is None else 70)
@@ -247,13 +250,21 @@ class Engine:
 
     # --- requests ---------------------------------------------------------------------------------------
 
-    def submit(self, request: SequenceRequest, matcher: StopMatcher | None = None) -> TokenStream:
-        """Admit a request, or refuse it: InvalidRequest, QueueFull, EngineUnavailable."""
+    def submit(
+        self, request: SequenceRequest, matcher: StopMatcher | None = None, grammar: Grammar | None = None
+    ) -> TokenStream:
+        """Admit a request, or refuse it: InvalidRequest, QueueFull, EngineUnavailable.
+
+        With a `grammar` the sequence samples only what that allows, and ends with STOP where nothing can follow.
+        """
         if self.state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self.state}" + (f": {self.cause}" if self.cause else ""))
         if request.request_id in self._open.seq_ids:
             raise InvalidRequest(f"request_id {request.request_id!r} is already running", "request_id")
-        seq_id = self._scheduler.admit(request, None if matcher is None else matcher.feed)
+        feed, mask = None if matcher is None else matcher.feed, None if grammar is None else grammar.first_mask
+        seq_id = self._scheduler.admit(request, feed, mask)
+        if grammar is not None:
+            self._masks.add(seq_id, grammar)
         stream = TokenStream(self, request)
         self._open.add(seq_id, stream)
         self._idle.clear()
@@ -291,6 +302,8 @@ class Engine:
             return
         try:
             updates = [] if outcome is None else self._take_in(outcome)
+            self._masks.advance(updates)
+            updates += self._take_masks()
             while (plan := self._scheduler.plan()) is not None:
                 self._supervisor.clock.issued(plan)
                 self._group.run(plan)
@@ -311,12 +324,24 @@ class Engine:
             case _:
                 return self._scheduler.commit(outcome)
 
+    def _take_masks(self) -> list[Update]:
+        """The constrained sequences that know what may come next go on; where nothing may, they end here."""
+        ended: list[Update | None] = []
+        for made in self._masks.take():
+            if made.mask is not None:
+                self._scheduler.allow(made.seq_id, made.mask)
+            else:
+                reason = FinishReason.STOP if made.error is None else FinishReason.FAILED
+                ended.append(self._scheduler.end(made.seq_id, reason, made.error))
+        return [update for update in ended if update is not None]
+
     def _publish(self, updates: list[Update]) -> None:
         """Hand each sequence's tokens and terminal to its stream."""
         for update in updates:
             self._open.streams[update.seq_id].put(update)
             if update.terminal is not None:
                 self._open.remove(update.seq_id)
+                self._masks.remove(update.seq_id)
         if not self._open.streams:
             self._idle.set()
 
@@ -326,6 +351,7 @@ class Engine:
         """Give every open request its FAILED terminal; the scheduler comes last, it may be what failed."""
         self._reopened.clear()
         streams, self._open = self._open.streams, _Open()
+        self._masks.clear()
         for stream in streams.values():
             stream.fail(message)
         self._idle.set()

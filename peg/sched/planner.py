@@ -54,7 +54,7 @@ class Planner:
         while place < len(running) and draft.budget_tokens:  # preempting shortens the list, behind `place`
             sequence = running[place]
             place += 1
-            if sequence.planned >= sequence.end or (sequence.request.host_paced and self._flight.names(sequence)):
+            if sequence.planned >= sequence.end or sequence.waits_for_host:
                 continue
             if sequence.planned >= sequence.tables.room and not self._make_room(sequence):
                 continue
@@ -98,6 +98,8 @@ class Planner:
         queues = self._queues
         while queues.waiting and draft.budget_tokens and self._rows.free_rows:
             sequence = queues.waiting[0]
+            if sequence.waits_for_host:
+                return  # it was preempted, and its mask will be here in a moment: nobody passes it for that
             chunk = min(draft.budget_tokens, sequence.known)
             # A spare block for each who runs: without it, who comes in is preempted by the next who grows.
             spare = len(queues.running) + 1 if queues.running else 0

@@ -79,9 +79,12 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def admit(self, request: SequenceRequest, feed: Callable[[int], bool] | None = None) -> int:
+    def admit(
+        self, request: SequenceRequest, feed: Callable[[int], bool] | None = None, mask: bytes | None = None
+    ) -> int:
         """Take a request into the queue; its sequence id. `feed` is told each token, and true ends the sequence.
 
+        With a `mask` only what it allows comes first, and after each token the sequence waits for the next (`allow`).
         Raises InvalidRequest where it can never run, QueueFull where too many wait.
         """
         try:
@@ -90,7 +93,7 @@ class Scheduler:
             self._ledger.reject()
             raise
         stop_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | self._limits.eos_token_ids
-        sequence = Sequence(self._next_seq_id, request, feed, max_tokens, stop_ids, self._memory.new_tables())
+        sequence = Sequence(self._next_seq_id, request, feed, max_tokens, stop_ids, self._memory.new_tables(), mask)
         self._next_seq_id += 1
         self._ledger.admit(sequence)
         self._queues.wait(sequence)
@@ -112,8 +115,20 @@ class Scheduler:
 
     def cancel(self, seq_id: int) -> Update | None:
         """End a sequence at once with CANCELLED; None where it is unknown or has ended."""
+        return self.end(seq_id, FinishReason.CANCELLED)
+
+    def allow(self, seq_id: int, mask: bytes) -> None:
+        """What a constrained sequence may sample next. One that has ended needs nothing any more."""
         sequence = self._ledger.find(seq_id)
-        return None if sequence is None else self._end(sequence, FinishReason.CANCELLED)
+        if sequence is not None:
+            assert sequence.constrained, f"sequence {seq_id} was admitted without a mask"
+            assert sequence.mask is None, f"sequence {seq_id} has a mask"
+            sequence.mask = mask
+
+    def end(self, seq_id: int, reason: FinishReason, message: str | None = None) -> Update | None:
+        """End a sequence at once, for a reason that no step brings; None where it is unknown or has ended."""
+        sequence = self._ledger.find(seq_id)
+        return None if sequence is None else self._end(sequence, reason, message)
 
     def fail_all(self, message: str) -> list[Update]:
         """End every open sequence, running or waiting, with FAILED. Steps that are out may still be committed."""
@@ -173,7 +188,7 @@ class Scheduler:
     def _append(self, sequence: Sequence, token: int | None) -> Terminal | None:
         """Take in the sampled token, if there is one; the terminal, if the sequence ends here."""
         if token is not None:
-            sequence.outputs.append(token)
+            sequence.take(token)
             self._ledger.generated_tokens += 1
             if token in sequence.stop_ids:
                 return self._ledger.close(sequence, FinishReason.STOP, stop_token_id=token)

@@ -18,14 +18,19 @@ class Sequence:
     last committed one, `end` those it stores at most. `prompt_seen` is how much of the prompt was ever committed:
     what is recomputed after a preemption is not reported again. `last_step` is the last issued step that names the
     sequence.
+
+    A `constrained` sequence is host-paced: `mask` says which tokens may come next, which takes the last token to know.
+    It is None from the commit of a token until the host has made the next one, and so long the sequence waits.
     """
 
     __slots__ = (
         "committed",
+        "constrained",
         "end",
         "feed",
         "finished",
         "last_step",
+        "mask",
         "max_tokens",
         "outputs",
         "planned",
@@ -46,6 +51,7 @@ class Sequence:
         max_tokens: int,
         stop_ids: frozenset[int],
         tables: BlockTables,
+        mask: bytes | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.request = request
@@ -53,6 +59,8 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.tables = tables
+        self.mask = mask
+        self.constrained = mask is not None
         self.prompt_len = len(request.prompt_ids)
         self.end = stored_at_most(self.prompt_len, max_tokens)
         self.outputs: list[int] = []
@@ -67,6 +75,16 @@ class Sequence:
     def known(self) -> int:
         """Tokens whose ids the host has."""
         return self.prompt_len + len(self.outputs)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether its next step needs what the host does not have yet: the token sampled last, or the mask after it."""
+        return self.constrained and (self.mask is None or self.planned >= self.known)
+
+    def take(self, token: int) -> None:
+        """A sampled token is committed."""
+        self.outputs.append(token)
+        self.mask = None
 
     def restart(self) -> None:
         """Without a row again: its committed tokens are its whole state, what was stored is computed again."""
@@ -86,14 +104,15 @@ class Sequence:
         start, known = self.planned, self.known
         stop = start + count
         samples = stop >= known and self.max_tokens > 0
+        mask = self.mask if samples else None
         if start >= known:
             return Slice(self.seq_id, self.row, start, count, None, samples)
         ids = self._ids(start, stop)
         top = self.request.prompt_logprobs
         if top is None or min(stop, self.prompt_len) <= self.prompt_seen:
-            return Slice(self.seq_id, self.row, start, count, ids, samples)
+            return Slice(self.seq_id, self.row, start, count, ids, samples, mask=mask)
         targets = self.request.prompt_ids[start + 1 : stop + 1]
-        return Slice(self.seq_id, self.row, start, count, ids, samples, targets, top)
+        return Slice(self.seq_id, self.row, start, count, ids, samples, targets, top, mask)
 
     def _ids(self, start: int, stop: int) -> tuple[int, ...]:
         prompt_len = self.prompt_len

@@ -74,7 +74,6 @@ def request(
     ignore_eos: bool = True,
     stop_token_ids: frozenset[int] = frozenset(),
     prompt_logprobs: int | None = None,
-    host_paced: bool = False,
 ) -> SequenceRequest:
     """A request for a prompt of these ids, or of so many varied ones."""
     ids = prompt if isinstance(prompt, tuple) else tuple(1 + (7 * place + place // 5) % 10 for place in range(prompt))
@@ -86,13 +85,17 @@ def request(
         stop_token_ids=stop_token_ids,
         ignore_eos=ignore_eos,
         prompt_logprobs=prompt_logprobs,
-        host_paced=host_paced,
     )
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
     """What the simulated model says after these tokens; it depends on nothing else."""
     return zlib.crc32(bytes(tokens)) % FORBIDDEN
+
+
+def mask_after(tokens: int) -> bytes:
+    """A mask that only fits a sequence of so many tokens, prompt included."""
+    return tokens.to_bytes(4, "little")
 
 
 def continuation(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -151,6 +154,7 @@ class Device:
             self._write(piece, row)
             self._see(piece, row)
             scored.append(tuple(TokenLogprobs(token, -1.0, 1, ()) for token in piece.targets))
+            assert piece.mask in (None, mask_after(len(row.tokens))), "the mask of another place"
             if piece.samples:
                 assert piece.start + piece.count == len(row.tokens), "samples from another position than the last"
                 row.tokens.append(next_token(tuple(row.tokens)))
@@ -213,13 +217,20 @@ class FakeGroup:
         self.scheduler = Scheduler(scheduler_limits)
         self.device = Device(scheduler_limits)
         self.out: deque[StepPlan] = deque()
+        self.lengths: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.terminals: dict[int, Update] = {}
         self.failures = 0
+        self.constrained: set[int] = set()
+        self.masks_due: set[int] = set()
 
-    def admit(self, wanted: SequenceRequest, **more: object) -> int:
-        seq_id = self.scheduler.admit(wanted, **more)  # type: ignore[arg-type]
+    def admit(self, wanted: SequenceRequest, *, constrained: bool = False, **more: object) -> int:
+        mask = mask_after(len(wanted.prompt_ids)) if constrained else None
+        seq_id = self.scheduler.admit(wanted, mask=mask, **more)  # type: ignore[arg-type]
+        if constrained:
+            self.constrained.add(seq_id)
+        self.lengths[seq_id] = len(wanted.prompt_ids)
         self.tokens[seq_id] = []
         self.prompt_logprobs[seq_id] = []
         return seq_id
@@ -229,6 +240,8 @@ class FakeGroup:
         plan = self.scheduler.plan()
         if plan is not None:
             assert plan.failures_seen == self.failures
+            for piece in plan.slices:
+                assert (piece.mask is not None) == (piece.samples and piece.seq_id in self.constrained)
             self.out.append(plan)
         return plan
 
@@ -249,6 +262,11 @@ class FakeGroup:
         self.out.clear()
         return self.note(self.scheduler.fail_step(plan.step, message))
 
+    def allow(self, seq_id: int) -> None:
+        """The next mask of a constrained sequence is ready."""
+        self.masks_due.remove(seq_id)
+        self.scheduler.allow(seq_id, mask_after(self.lengths[seq_id] + len(self.tokens[seq_id])))
+
     def cancel(self, seq_id: int) -> Update | None:
         update = self.scheduler.cancel(seq_id)
         self.note([update] if update is not None else [])
@@ -261,6 +279,8 @@ class FakeGroup:
             self.prompt_logprobs[update.seq_id] += update.prompt_logprobs
             if update.terminal is not None:
                 self.terminals[update.seq_id] = update
+            elif update.token_ids and update.seq_id in self.constrained:
+                self.masks_due.add(update.seq_id)
         return updates
 
     def finish(self, max_steps: int = 10_000) -> None:
@@ -268,9 +288,12 @@ class FakeGroup:
         for _ in range(max_steps):
             while self.issue() is not None:
                 pass
-            if not self.out:
+            if not self.out and not self.masks_due:
                 break
-            self.answer()
+            if self.out:
+                self.answer()
+            for seq_id in sorted(self.masks_due):
+                self.allow(seq_id)
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting) == (0, 0), f"nothing is out and nothing can be planned: {stats}"
         assert all(usage.used == 0 for usage in stats.groups), stats

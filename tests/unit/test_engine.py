@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -367,3 +368,91 @@ async def test_closing_with_a_step_out_is_quiet(monkeypatch: pytest.MonkeyPatch)
         assert stream.terminal is not None
         assert stream.terminal.reason is FinishReason.FAILED
         assert engine.cause is None
+
+
+class TwoOrThree:
+    """A grammar that lets id 2 (the end) or 3 come first, then anything, and is complete after `length` tokens."""
+
+    first_mask = bytes([0b1100])
+
+    def __init__(self, length: int, waits: threading.Event | None = None) -> None:
+        self.fed: list[int] = []
+        self.threads: set[str] = set()
+        self._length = length
+        self._waits = waits
+
+    def advance(self, token_id: int) -> bytes | None:
+        self.threads.add(threading.current_thread().name)
+        if self._waits is not None:
+            assert self._waits.wait(5)
+        self.fed.append(token_id)
+        if token_id == 99:
+            raise InvalidRequest("99 is too much")
+        return None if len(self.fed) == self._length else bytes([len(self.fed)])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("not within a second")
+
+
+async def test_a_constrained_sequence_has_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has the mask that the token before it led to, made off the loop; where nothing can follow it stops."""
+    async with running(monkeypatch) as (engine, group):
+        grammar = TwoOrThree(3)
+        stream = engine.submit(request("a"), grammar=grammar)
+        await settle()
+        for count in range(3):
+            assert [plan.slices[0].mask for plan in group.plans] == [bytes([count]) if count else bytes([0b1100])]
+            group.answer(21 + count)
+            await until(lambda: bool(group.plans) or stream.terminal is not None)
+        assert grammar.fed == [21, 22, 23]
+        assert all(name.startswith("mask") for name in grammar.threads)
+        assert [token for output in await collect(stream) for token in output.token_ids] == [21, 22, 23]
+        assert stream.terminal is not None
+        assert (stream.terminal.reason, stream.terminal.completion_tokens) == (FinishReason.STOP, 3)
+        assert group.plans == []
+
+
+async def test_a_slow_grammar_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a mask is being made the neighbour has two steps in flight, one after the other, as if it were alone."""
+    async with running(monkeypatch) as (engine, group):
+        ready = threading.Event()
+        slow = engine.submit(request("slow"), grammar=TwoOrThree(9, ready))
+        quick = engine.submit(request("quick", max_tokens=20))
+        await settle()
+        group.answer(21, 31)
+        for token in range(32, 42):
+            await settle()
+            assert [len(plan.slices) for plan in group.plans] == [1, 1]
+            group.answer(token)
+        assert (slow.published_tokens, quick.published_tokens) == (1, 10)
+        ready.set()
+        await until(lambda: engine._scheduler._ledger.open[0].mask is not None)
+        group.answer(42)
+        await settle()
+        assert len(group.plans[-1].slices) == 2, "with its mask the slow one is in the next plan"
+
+
+async def test_a_grammar_that_fails_costs_its_own_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence is FAILED with the grammar's words, everyone else goes on; a mask for one who left is dropped."""
+    async with running(monkeypatch) as (engine, group):
+        failing = engine.submit(request("failing"), grammar=TwoOrThree(9))
+        ready = threading.Event()
+        leaving = engine.submit(request("leaving"), grammar=TwoOrThree(9, ready))
+        await settle()
+        group.answer(99, 21)
+        await until(lambda: failing.terminal is not None)
+        assert failing.terminal is not None
+        assert (failing.terminal.reason, failing.terminal.message) == (FinishReason.FAILED, "99 is too much")
+        leaving.cancel()
+        ready.set()
+        other = engine.submit(request("other", max_tokens=1))
+        await settle()
+        group.answer(5)
+        await until(lambda: other.terminal is not None)
+        assert engine.state is EngineState.READY
+        assert not engine._masks._grammars

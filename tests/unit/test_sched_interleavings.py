@@ -224,11 +224,12 @@ def test_failure_of_n_with_a_step_out() -> None:
 def test_failure_takes_back_what_a_bystander_was_planned() -> None:
     """Who runs in the skipped step only is back at its frontier, its new block in the pool, and planned again."""
     group = FakeGroup(limits(full(20), rows=3))
-    bystander = group.admit(request(4, max_tokens=3, host_paced=True))
+    bystander = group.admit(request(4, max_tokens=3), constrained=True)
     group.must_issue()
     group.admit(request(6, max_tokens=3))
     group.must_issue()  # without the bystander, whose last step is not committed
     group.answer()
+    group.allow(bystander)
     skipped = group.must_issue()
     assert len(skipped.slices) == 2
     assert [change.row for change in skipped.table_changes] == [rows_named(skipped)[bystander]]

@@ -84,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.sampled_from((True, True, True, False)),
         stop_after=st.sampled_from((*range(1, 13), *[None] * 12)),
         prompt_logprobs=st.sampled_from((None, None, 0, 2)),
-        host_paced=st.sampled_from((False, False, False, True)),
+        constrained=st.sampled_from((False, False, False, True)),
     )
     def admit(
         self,
@@ -94,15 +94,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         stop_after: int | None,
         prompt_logprobs: int | None,
-        host_paced: bool,
+        constrained: bool,
     ) -> None:
-        wanted = request(
-            prompt, max_tokens, ignore_eos=ignore_eos, prompt_logprobs=prompt_logprobs, host_paced=host_paced
-        )
+        wanted = request(prompt, max_tokens, ignore_eos=ignore_eos, prompt_logprobs=prompt_logprobs)
         for _ in range(copies):
             expected = Expected(wanted, stop_after)
             try:
-                seq_id = self.group.admit(wanted, feed=expected.feed)
+                seq_id = self.group.admit(wanted, constrained=constrained, feed=expected.feed)
             except (InvalidRequest, QueueFull):
                 self.rejected += 1
             else:
@@ -116,6 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.plan()
             if self.group.out:
                 self.commit()
+            for seq_id in sorted(self.group.masks_due):
+                self.group.allow(seq_id)
 
     @rule()
     def plan(self) -> None:
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             most = sequence.prompt_len + max(sequence.max_tokens, 1) - 1
             assert piece.start + piece.count <= most, "planned past max_tokens or the context"
             if piece.token_ids is None:
-                assert not sequence.request.host_paced, "a host-paced sequence was planned ahead of its commit"
+                assert not sequence.constrained, "a constrained sequence was planned ahead of its commit"
             for group, table in enumerate(sequence.tables.tables):
                 blocks |= {(group, block) for block in table[sequence.tables.passed[group] :]}
         self.named[plan.step] = blocks, {piece.row for piece in plan.slices}
@@ -153,6 +153,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.group.answer()
         self.nothing_that_a_step_names_is_in_a_pool()
+
+    @precondition(lambda self: self.group.masks_due)
+    @rule(data=st.data())
+    def allow(self, data: st.DataObject) -> None:
+        self.group.allow(data.draw(st.sampled_from(sorted(self.group.masks_due))))
 
     @precondition(lambda self: self.group.out)
     @rule(newcomer=st.booleans(), cancel=st.booleans())

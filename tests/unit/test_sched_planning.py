@@ -83,19 +83,52 @@ def test_rows_are_taken_oldest_first_and_given_on() -> None:
     assert order == ids
 
 
-def test_a_host_paced_sequence_waits_for_its_commit_and_nobody_else_does() -> None:
-    """It is planned only when its last step is committed, with its token known; the neighbour keeps two steps out."""
+def test_a_constrained_sequence_waits_for_its_mask_and_nobody_else_does() -> None:
+    """It is planned only once its last token is committed and the mask after it is there; two steps stay out."""
     group = FakeGroup(limits())
-    paced, free = group.admit(request(4, max_tokens=4, host_paced=True)), group.admit(request(4, max_tokens=7))
+    paced, free = group.admit(request(4, max_tokens=4), constrained=True), group.admit(request(4, max_tokens=7))
     assert shape(group.must_issue()) == [(paced, 0, 4, True), (free, 0, 4, True)]
     assert shape(group.must_issue()) == [(free, 4, 1, True)]
     group.answer()
+    assert shape(group.must_issue()) == [(free, 5, 1, True)]
+    group.answer()
+    group.allow(paced)
     plan = group.must_issue()
-    assert shape(plan) == [(paced, 4, 1, True), (free, 5, 1, True)]
+    assert shape(plan) == [(paced, 4, 1, True), (free, 6, 1, True)]
     assert [piece.token_ids for piece in plan.slices] == [continuation(request(4).prompt_ids, 1), None]
     group.finish()
     assert tuple(group.tokens[paced]) == continuation(request(4).prompt_ids, 4)
     assert tuple(group.tokens[free]) == continuation(request(4).prompt_ids, 7)
+
+
+def test_a_constrained_prompt_is_prefilled_two_chunks_ahead() -> None:
+    """The mask is for what is sampled: chunks before that need none, and the last one has it."""
+    group = FakeGroup(limits(budget=4))
+    paced = group.admit(request(10, max_tokens=2), constrained=True)
+    assert shape(group.must_issue()) == [(paced, 0, 4, False)]
+    assert shape(group.must_issue()) == [(paced, 4, 4, False)]
+    group.answer()
+    assert shape(group.must_issue()) == [(paced, 8, 2, True)]
+    group.answer()
+    assert group.issue() is None
+    group.finish()
+    assert tuple(group.tokens[paced]) == continuation(request(10).prompt_ids, 2)
+
+
+def test_a_preempted_sequence_waits_for_its_mask_outside() -> None:
+    """Preempted between a token and its mask, it comes in again once the mask is there, for its last chunk."""
+    group = FakeGroup(limits(full(7)))
+    older, paced = group.admit(request(4, max_tokens=20)), group.admit(request(4, max_tokens=9), constrained=True)
+    while not group.scheduler.stats().counters.preemptions:
+        while group.issue() is not None:
+            pass
+        group.answer()
+        if len(group.tokens[paced]) < 2 and paced in group.masks_due:
+            group.allow(paced)
+    assert paced in group.masks_due, "the mask is still being made"
+    group.finish()
+    assert tuple(group.tokens[older]) == continuation(request(4).prompt_ids, 20)
+    assert tuple(group.tokens[paced]) == continuation(request(4).prompt_ids, 9)
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])
