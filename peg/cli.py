@@ -155,13 +155,37 @@ def check_(model: str, devices: str | None, as_json: bool, **flags: Any) -> None
     """Say what running MODEL would take: its config, its tensors, its memory. Reads no weights.
 
     Every tensor that the config calls for is compared with the headers of the weight files. What is wrong is listed
-    whole, and the exit code is 2.
+    whole, and the exit code is 2. It is 0 where there are no weights yet or this machine is too small: both are said
+    on standard error.
     """
     config = _engine_config(model, devices, flags)
     _set_up(devices)
     from peg.commands.check import check
 
     check(_find_model(config), as_json=as_json)
+
+
+@cli.command("parity")
+@engine_flags
+@click.option("--reference", metavar="transformers|FILE", help="Compare with transformers too, or with a golden file.")
+@click.option("--prompts", type=click.IntRange(min=2), default=6, show_default=True, help="How many prompts.")
+@click.option("--new-tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Greedy tokens of each.")
+@step_timeout
+def parity_(model: str, devices: str | None, reference: str | None, prompts: int, new_tokens: int, **flags: Any) -> int:
+    """Say whether MODEL computes the same over all ranks as on one, and the same as a reference.
+
+    Prompts, some longer than a sliding window, are teacher-forced and continued greedily, alone and in a batch. Exit
+    code 0: every gate passed; 1: one failed; 2: usage.
+    """
+    config = _engine_config(model, devices, flags)
+    _set_up(devices)
+    import uvloop
+
+    from peg.commands.parity import parity
+    from peg.parity.session import Wanted
+
+    wanted = Wanted(prompts=prompts, new_tokens=new_tokens, reference=reference)
+    return uvloop.run(parity(_find_model(config), wanted))
 
 
 @cli.command("synth")

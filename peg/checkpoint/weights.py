@@ -26,6 +26,11 @@ class StoredTensor:
     dtype: str
 
 
+def holds_weights(directory: Path) -> bool:
+    """Whether there is anything that could be weights, whole or not."""
+    return any(directory.glob("*.safetensors*"))
+
+
 def open_weights(directory: Path, manifest: Manifest) -> Mapping[str, StoredTensor]:
     """Every tensor of the manifest that the files hold, by its name there; skipped ones are left out.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from peg.checkpoint.counting import CountingSource
 from peg.checkpoint.directory import ModelDirectory, open_model_directory
 from peg.checkpoint.dummy import DummySource
 from peg.checkpoint.manifest import Manifest
@@ -19,7 +20,7 @@ from peg.config import EngineConfig
 from peg.errors import ConfigError
 from peg.models.family import Family
 from peg.models.registry import find_family
-from peg.plan import EngineInfo, GroupCapacity, KVGroup, Recurrent
+from peg.plan import EngineInfo, Full, GroupCapacity, KVGroup, Recurrent, SlidingWindow
 from peg.ranks.capacity import CapacityRequest, divide_budget
 from peg.ranks.machine import has_bf16_instructions
 
@@ -62,11 +63,20 @@ class Blueprint:
     @property
     def parameters(self) -> int:
         """Numbers in the weights, each counted once."""
-        stored = self.stored
+        return sum(math.prod(spec.shape) for spec in self.manifest.required)
+
+    def rank_weight_bytes(self, rank: int) -> int:
+        """What one rank's weights take, replicated tensors and padding included."""
+        source = CountingSource(self.manifest, rank, self.world_size, self.torch_dtype)
+        self.family.load(self.family_config, source)
+        return source.bytes_held
+
+    def kv_bytes_per_token(self, *, beyond_window: bool) -> int:
+        """What one more token takes on one rank; beyond the window the sliding groups give back what they take."""
         return sum(
-            math.prod(spec.shape)
-            for spec in (*self.manifest.required, *self.manifest.optional)
-            if stored is None or spec.name in stored
+            group.bytes_per_token(self.torch_dtype.itemsize)
+            for group in self.groups
+            if isinstance(group, Full) or (isinstance(group, SlidingWindow) and not beyond_window)
         )
 
     def capacities(self, budget_bytes: int) -> tuple[GroupCapacity, ...]:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from tests.unit.small_tokenizers import byte_level
@@ -109,10 +111,14 @@ def test_check_tells_the_plan(model: Path) -> None:
     assert "6 query heads" in refused.stderr
 
 
-def test_check_lists_every_fault(model: Path) -> None:
-    """Without weights every tensor is named as missing, and the code is 2."""
-    done = peg("check", model)
+def test_check_lists_every_fault(model: Path, tmp_path: Path) -> None:
+    """Beside weights that are not the config's every missing tensor is named, and the code is 2."""
+    save_file({"model.norm.weight": torch.ones(48)}, tmp_path / "model.safetensors")
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    done = peg("check", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
+    assert "model.layers.0.input_layernorm.weight: missing" in done.stderr
     assert "model.layers.1.mlp.down_proj.weight: missing" in done.stderr
 
 
