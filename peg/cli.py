@@ -16,7 +16,6 @@ from typing import Any
 import click
 
 from peg.commands.flags import (
-    NO_CUDA,
     REQUEST_FLAGS,
     engine_flags,
     request_flags,
@@ -27,14 +26,18 @@ from peg.commands.flags import (
 from peg.config import EngineConfig, ServerConfig
 from peg.errors import ConfigError
 
-_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER = Path("/dev/nvidiactl")
 
 
 def _engine_config(model: str, devices: str | None, flags: dict[str, Any]) -> EngineConfig:
     """The flags, validated. The model itself is looked for later: that may take a download."""
-    if devices not in (None, "cpu"):
-        raise ConfigError(f"--devices {devices}: {NO_CUDA}; leave it out, or say cpu")
-    return EngineConfig(model=model, model_dir=Path(), **flags)
+    if devices is not None:
+        named = tuple(device.strip() for device in devices.split(","))
+    elif _DRIVER.exists():
+        named = tuple(map(str, range(flags["tensor_parallel_size"])))
+    else:
+        named = ("cpu",)
+    return EngineConfig(model=model, model_dir=Path(), devices=named, **flags)
 
 
 def _find_model(config: EngineConfig) -> EngineConfig:
@@ -52,16 +55,16 @@ def _cache_dir() -> Path:
     return (named if named.is_absolute() else Path.home() / ".cache") / "peg"
 
 
-def _set_up(devices: str | None) -> None:
-    """What holds for the whole process, once."""
-    import structlog
-
+def _set_up(config: EngineConfig, nccl_library: Path | None) -> None:
+    """What holds for the whole process, once, before PyTorch is imported."""
     from peg.commands.terminal import log_to_stderr
+    from peg.environment import prepare
 
+    if config.devices == ("cpu",) and nccl_library is not None:
+        raise ConfigError(f"--nccl-library {nccl_library}: the ranks run on the CPU")
+    prepare(config.devices, nccl_library)
     log_to_stderr()
     sys.setswitchinterval(1e-4)  # the loop must get the interpreter lock back quickly from the rank threads
-    if devices is None and _DRIVER.exists():
-        structlog.get_logger("peg").warning(f"an NVIDIA driver is here, but {NO_CUDA}")
 
 
 # --- commands -------------------------------------------------------------------------------------------------
@@ -90,14 +93,14 @@ def cli() -> None:
 @engine_flags
 @request_flags
 @step_timeout
-def generate_(model: str, devices: str | None, **flags: Any) -> None:
+def generate_(model: str, devices: str | None, nccl_library: Path | None, **flags: Any) -> None:
     """Continue PROMPT and write the text to standard output, and nothing else there.
 
     Sampling follows the model's generation_config.json where no flag says otherwise. Logs go to standard error.
     """
     wanted = {name: flags.pop(name) for name in REQUEST_FLAGS}
     config = _engine_config(model, devices, flags)
-    _set_up(devices)
+    _set_up(config, nccl_library)
     import uvloop
 
     from peg.commands.generate import Wanted, generate
@@ -109,7 +112,7 @@ def generate_(model: str, devices: str | None, **flags: Any) -> None:
 @engine_flags
 @server_flags
 @step_timeout
-def serve_(model: str, devices: str | None, **flags: Any) -> int:
+def serve_(model: str, devices: str | None, nccl_library: Path | None, **flags: Any) -> int:
     """Serve MODEL over an OpenAI-compatible HTTP endpoint until SIGTERM or SIGINT, then drain.
 
     The port is taken first, so that a second server says so at once. Without --admin-key the admin routes answer
@@ -120,7 +123,7 @@ def serve_(model: str, devices: str | None, **flags: Any) -> int:
     config = _engine_config(model, devices, flags)
     with _listen(server.host, server.port) as listener:
         _check_doors(config, server, listener)
-        _set_up(devices)
+        _set_up(config, nccl_library)
         from peg.server.run import serve
 
         return serve(listener, _find_model(config), server)
@@ -151,7 +154,7 @@ def _check_doors(config: EngineConfig, server: ServerConfig, listener: socket.so
 @cli.command("check")
 @engine_flags
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object instead of lines.")
-def check_(model: str, devices: str | None, as_json: bool, **flags: Any) -> None:
+def check_(model: str, devices: str | None, nccl_library: Path | None, as_json: bool, **flags: Any) -> None:
     """Say what running MODEL would take: its config, its tensors, its memory. Reads no weights.
 
     Every tensor that the config calls for is compared with the headers of the weight files. What is wrong is listed
@@ -159,7 +162,7 @@ def check_(model: str, devices: str | None, as_json: bool, **flags: Any) -> None
     on standard error.
     """
     config = _engine_config(model, devices, flags)
-    _set_up(devices)
+    _set_up(config, nccl_library)
     from peg.commands.check import check
 
     check(_find_model(config), as_json=as_json)
@@ -171,14 +174,22 @@ def check_(model: str, devices: str | None, as_json: bool, **flags: Any) -> None
 @click.option("--prompts", type=click.IntRange(min=2), default=6, show_default=True, help="How many prompts.")
 @click.option("--new-tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Greedy tokens of each.")
 @step_timeout
-def parity_(model: str, devices: str | None, reference: str | None, prompts: int, new_tokens: int, **flags: Any) -> int:
+def parity_(
+    model: str,
+    devices: str | None,
+    nccl_library: Path | None,
+    reference: str | None,
+    prompts: int,
+    new_tokens: int,
+    **flags: Any,
+) -> int:
     """Say whether MODEL computes the same over all ranks as on one, and the same as a reference.
 
     Prompts, some longer than a sliding window, are teacher-forced and continued greedily, alone and in a batch. Exit
     code 0: every gate passed; 1: one failed; 2: usage.
     """
     config = _engine_config(model, devices, flags)
-    _set_up(devices)
+    _set_up(config, nccl_library)
     import uvloop
 
     from peg.commands.parity import parity

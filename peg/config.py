@@ -38,7 +38,7 @@ class EngineConfig:
     devices: tuple[str, ...] = ("cpu",)
     dtype: str = "auto"
     max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -68,12 +68,14 @@ class EngineConfig:
         _one_of("--on-failure", self.on_failure, ON_FAILURE)
         _one_of("--rebuild-admission", self.rebuild_admission, REBUILD_ADMISSION)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be in (0, 1]")
         if not self.devices:
             raise ConfigError("--devices: names no device")
         if self.devices != ("cpu",) and len(self.devices) != self.tensor_parallel_size:
             raise ConfigError(
+        if self.devices == ("cpu",) and self.gpu_memory_utilization is not None:
+            raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: the ranks run on the CPU")
                 f"--devices {','.join(self.devices)} names {len(self.devices)} devices, "
                 f"--tensor-parallel-size is {self.tensor_parallel_size}: they must be equal"
             )

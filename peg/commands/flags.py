@@ -91,22 +91,32 @@ def _together(*decorators: _Decorator) -> _Decorator:
 
 
 MAX_TOKENS = 256
-NO_CUDA = "this version runs ranks on the CPU only"
 engine_flags = _together(
     click.argument("model"),
     _flag(EngineConfig, "--tensor-parallel-size", "tensor_parallel_size", int, "How many ranks share the model."),
-    click.option("--devices", metavar="cpu", help="Where the ranks run. CUDA devices (0,1,…) are not there yet."),
+    click.option(
+        "--devices",
+        metavar="cpu|0,1,…",
+        help="cpu, or a GPU for each rank, one of them several times over if that is wanted. [default: GPUs if there "
+        "is a driver, else cpu]",
+    ),
     _flag(EngineConfig, "--dtype", "dtype", click.Choice(DTYPES), "What to compute in; auto is the checkpoint's own."),
     _flag(EngineConfig, "--max-model-len", "max_model_len", int, "Context in tokens, if less than the model's."),
     _flag(EngineConfig, "--kv-cache-memory", "kv_cache_memory_bytes", Size(), "KV cache of each rank: 512MiB, 4GiB."),
-    _flag(EngineConfig, "--max-num-seqs", "max_num_seqs", int, "Sequences that run at a time. On a CPU: 16."),
+    _flag(EngineConfig, "--max-num-seqs", "max_num_seqs", int, "Sequences at a time. [default: 256, on a CPU 16]"),
     _flag(EngineConfig, "--max-num-batched-tokens", "max_num_batched_tokens", int, "Tokens in one step, all together."),
     _flag(EngineConfig, "--block-size", "block_size", int, "Tokens in one block of the KV cache."),
     _flag(EngineConfig, "--seed", "seed", int, "Where random choices begin."),
     _flag(EngineConfig, "--load-format", "load_format", click.Choice(LOAD_FORMATS), "dummy: random weights, no files."),
     click.option("--enforce-eager", is_flag=True, help="No graphs. A CPU has none."),
-    _unbuilt("--gpu-memory-utilization", "Share of a GPU's memory to use.", NO_CUDA),
-    _unbuilt("--nccl-library", "NCCL to load.", NO_CUDA),
+    _flag(
+        EngineConfig, "--gpu-memory-utilization", "gpu_memory_utilization", float, "GPU memory to use. [default: 0.9]"
+    ),
+    click.option(
+        "--nccl-library",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="NCCL to load in place of PyTorch's. Several ranks on one GPU need 2.30 or later.",
+    ),
     click.option(
         "--config",
         type=click.Path(dir_okay=False, path_type=Path),

@@ -21,6 +21,7 @@ from peg.kernels.device import on_cpu
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 128  # fewer cost a call of the reference as much as these
 _MAX_SPLITS = 64
+_LEAST_DOT = 16  # elements that the matrix units take of a head
 _FILLING = 264  # programs that keep a large card busy: two a multiprocessor of an H200
 
 
@@ -188,7 +189,7 @@ def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attentio
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, out: Tensor) -> None:
     """Attend for the slices of one token; the others are left alone."""
     layout, S, (H, D), (_, B, G, _) = plan.layout, len(plan.layout.query_lens), q.shape[1:], k_cache.shape
-    block_d = triton.next_power_of_2(D)
+    block_d = max(_LEAST_DOT, triton.next_power_of_2(D))
     block_n = max(16, 16384 // q.element_size() // block_d)
     splits = _splits(plan, S * G, block_n)
     part = torch.empty((S, H, splits, D), dtype=torch.float32, device=q.device)
@@ -213,7 +214,7 @@ def _splits(plan: AttentionPlan, programs: int, block_n: int) -> int:
 def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, out: Tensor) -> None:
     """Attend for the slices of several tokens; the others are left alone."""
     layout, S, (T, H, D), (_, B, G, _) = plan.layout, len(plan.layout.query_lens), q.shape, k_cache.shape
-    block_d = triton.next_power_of_2(D)
+    block_d = max(_LEAST_DOT, triton.next_power_of_2(D))
     block_m, block_n, warps, stages = _prefill_tile(block_d, q.element_size())
     assert block_m >= H // G, (H, G, block_m)
     prefill_kernel[(T // (block_m // (H // G)) + S, G)](

@@ -96,6 +96,7 @@ class CudaLanding:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
+        assert self.done(), "read before it was done"
         _checked((self._error,))
         return self._tensors
 

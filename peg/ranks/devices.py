@@ -18,6 +18,7 @@ log = structlog.get_logger("peg.ranks")
 
 _CAPABILITY = (9, 0)
 _SHARING_NCCL = (2, 30, 0)
+_UTILIZATION = 0.9
 
 
 def open_devices(config: EngineConfig) -> tuple[Device, ...]:
@@ -40,8 +41,9 @@ def open_devices(config: EngineConfig) -> tuple[Device, ...]:
     found = faults(config.devices)
     if found:
         raise ConfigError("\n  - ".join((f"{flag}: the environment is not as it must be before CUDA starts", *found)))
+    utilization = config.gpu_memory_utilization or _UTILIZATION
     try:
-        return tuple(CudaDevice(index, indices.count(index), config.gpu_memory_utilization) for index in indices)
+        return tuple(CudaDevice(index, indices.count(index), utilization) for index in indices)
     except ImportError as error:
         raise ConfigError(f"{flag}: {error}; the packages of peg[cuda] are needed") from None
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import pytest
 from torch import Tensor
@@ -19,9 +20,11 @@ from peg.kernels.norm import rms_norm_add_, rms_norm_fp32
 from peg.models.heads import HeadShare, share_heads
 from peg.plan import StepPlan
 from peg.ranks.inputs import HostInputs, lay_out
+from peg.ranks.nccl_comm import NcclComm
 from peg.ranks.tables import RowTables
 from peg.ranks.thread_comm import ThreadComm
 
+GroupComm: TypeAlias = ThreadComm | NcclComm
 When = Callable[[HostInputs], bool]
 
 
@@ -44,30 +47,32 @@ def far_out(inputs: HostInputs) -> bool:
     return int(inputs.context_lens.max()) > 100
 
 
-def skip_reduction(monkeypatch: pytest.MonkeyPatch, number: int = 1, when: When = always) -> None:
+def skip_reduction(
+    monkeypatch: pytest.MonkeyPatch, number: int = 1, when: When = always, kind: type[GroupComm] = ThreadComm
+) -> None:
     """Leave one reduction of each forward out on every rank; number 0 is the embedding's."""
     step = threading.local()
 
-    def reduce(comm: ThreadComm, tensor: Tensor) -> bool:
+    def reduce(comm: GroupComm, tensor: Tensor) -> bool:
         step.number = getattr(step, "number", number) + 1
         return step.number != number + 1 or not step.hit
 
     _watch_steps(monkeypatch, step, when)
-    _reduce_only(monkeypatch, step, reduce)
+    _reduce_only(monkeypatch, step, reduce, kind)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, number: int = 1) -> None:
+def spoil(monkeypatch: pytest.MonkeyPatch, number: int = 1, kind: type[GroupComm] = ThreadComm) -> None:
     """Put a NaN into what one rank adds to one reduction of each forward."""
     step = threading.local()
 
-    def reduce(comm: ThreadComm, tensor: Tensor) -> bool:
+    def reduce(comm: GroupComm, tensor: Tensor) -> bool:
         step.number = getattr(step, "number", number) + 1
         if step.number == number + 1 and comm.rank == comm.world_size - 1:
             tensor[-1, 0] = float("nan")
         return True
 
     _watch_steps(monkeypatch, step, always)
-    _reduce_only(monkeypatch, step, reduce)
+    _reduce_only(monkeypatch, step, reduce, kind)
 
 
 def reduce_late(monkeypatch: pytest.MonkeyPatch, model: ModuleType) -> None:
@@ -140,14 +145,17 @@ def _is_real(plan: StepPlan) -> bool:
 
 
 def _reduce_only(
-    monkeypatch: pytest.MonkeyPatch, step: threading.local, wanted: Callable[[ThreadComm, Tensor], bool]
+    monkeypatch: pytest.MonkeyPatch,
+    step: threading.local,
+    wanted: Callable[[Any, Tensor], bool],
+    kind: type[GroupComm] = ThreadComm,
 ) -> None:
     """Ask before each reduction of what layers computed; rehearsals and counting over a vocabulary go untouched."""
-    reduce = ThreadComm.all_reduce_
+    reduce: Callable[[Any, Tensor], None] = kind.all_reduce_
 
-    def asked(comm: ThreadComm, tensor: Tensor) -> None:
+    def asked(comm: GroupComm, tensor: Tensor) -> None:
         of_layers = tensor.is_floating_point() and tensor.dim() == 2 and getattr(step, "real", False)
         if not of_layers or wanted(comm, tensor):
             reduce(comm, tensor)
 
-    monkeypatch.setattr(ThreadComm, "all_reduce_", asked)
+    monkeypatch.setattr(kind, "all_reduce_", asked)
