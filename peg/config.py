@@ -72,10 +72,10 @@ class EngineConfig:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be in (0, 1]")
         if not self.devices:
             raise ConfigError("--devices: names no device")
-        if self.devices != ("cpu",) and len(self.devices) != self.tensor_parallel_size:
-            raise ConfigError(
         if self.devices == ("cpu",) and self.gpu_memory_utilization is not None:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: the ranks run on the CPU")
+        if self.devices != ("cpu",) and len(self.devices) != self.tensor_parallel_size:
+            raise ConfigError(
                 f"--devices {','.join(self.devices)} names {len(self.devices)} devices, "
                 f"--tensor-parallel-size is {self.tensor_parallel_size}: they must be equal"
             )
