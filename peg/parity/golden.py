@@ -55,7 +55,7 @@ def read_golden(path: Path) -> Golden:
         return Golden(
             checkpoint=fields.text("checkpoint"),
             dtype=fields.text("dtype"),
-            versions=value["versions"],
+            versions=dict(value["versions"]),
             readings=tuple(_reading(f"prompt {index}", item) for index, item in enumerate(value["readings"])),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -76,7 +76,7 @@ def _entry_json(entry: TokenLogprobs) -> list[object]:
 
 
 def _reading(name: str, value: Mapping[str, Any]) -> Reading:
-    prompt = tuple(value["prompt_ids"])
+    prompt = tuple(map(int, value["prompt_ids"]))
     scored, greedy = (tuple(map(_entry, value[part])) for part in ("scored", "greedy"))
     if len(scored) != len(prompt) - 1:
         raise ValueError(f"{len(prompt)} prompt tokens have {len(scored)} entries")
@@ -85,4 +85,5 @@ def _reading(name: str, value: Mapping[str, Any]) -> Reading:
 
 def _entry(value: Sequence[Any]) -> TokenLogprobs:
     token, logprob, rank, top = value
-    return TokenLogprobs(token, logprob, rank, tuple(zip(top[::2], top[1::2], strict=True)))
+    pairs = zip(map(int, top[::2]), map(float, top[1::2]), strict=True)
+    return TokenLogprobs(int(token), float(logprob), int(rank), tuple(pairs))
