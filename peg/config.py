@@ -43,6 +43,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     scheduling_policy: str = "fcfs"
     block_size: int = 16
     seed: int = 0
@@ -62,6 +63,7 @@ class EngineConfig:
         _at_least("--max-num-seqs", self.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _at_least("--max-num-queued-reqs", self.max_num_queued_reqs, 0)
+        _at_least("--max-num-queued-tokens", self.max_num_queued_tokens, 0)
         _one_of("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _at_least("--block-size", self.block_size, 1)
         _at_least("--step-timeout", self.step_timeout_s, 0.01)
@@ -86,7 +88,9 @@ class ServerConfig:
     """What the HTTP server is told. Keys are left out of the repr, so that no log line can hold one.
 
     `served_model_names` empty means: the model's name as typed. `generation_config` "none" leaves the checkpoint's
-    sampling defaults out. A reader that takes nothing for `reader_stall_s` is cancelled.
+    sampling defaults out. A reader that takes nothing for `reader_stall_s` is cancelled. `request_timeout_s` None means
+    that a request may take as long as it wants. After its first token a stream's events come every `stream_interval`
+    tokens; one that has nothing to say tells that it lives every `keep_alive_s`.
     """
 
     host: str = "127.0.0.1"
@@ -96,6 +100,10 @@ class ServerConfig:
     admin_key: str | None = field(default=None, repr=False)
     shutdown_timeout_s: float = 30.0
     generation_config: str = "auto"
+    trust_request_chat_template: bool = False
+    request_timeout_s: float | None = None
+    stream_interval: int = 1
+    keep_alive_s: float = 15.0
     max_logprobs: int = 20
     max_choices: int = 1024
     max_body_bytes: int = 64 << 20
@@ -114,3 +122,5 @@ class ServerConfig:
         _at_least("--shutdown-timeout", self.shutdown_timeout_s, 0)
         _one_of("--generation-config", self.generation_config, GENERATION_CONFIG)
         _at_least("--max-logprobs", self.max_logprobs, 0)
+        _at_least("--request-timeout", self.request_timeout_s, 0.001)
+        _at_least("--stream-interval", self.stream_interval, 1)

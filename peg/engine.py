@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -28,13 +29,15 @@ from peg.plan import (
     Skipped,
     StepFailed,
     StepOutcome,
+    StepPlan,
     Terminal,
     TokenLogprobs,
 )
+from peg.process_end import ProcessEnd
 from peg.ranks.group import RankGroup
 from peg.sched.limits import SchedulerLimits
 from peg.sched.scheduler import Scheduler, SchedulerStats, Update
-from peg.supervisor import EngineDoors, ProcessEnd, Supervisor
+from peg.supervisor import EngineDoors, Supervisor, Vitals
 
 log = structlog.get_logger("peg.engine")
 
@@ -55,12 +58,20 @@ class Output:
 
 
 class TokenStream:
-    """The tokens of one request, read by `async for`; once that ends, `terminal` says how. Owned by the loop."""
+    """The tokens of one request, read by `async for`; once that ends, `terminal` says how. Owned by the loop.
+
+    The reader is woken for `wake_tokens` tokens or the end. Times are `time.monotonic()`: `started_s` is when the
+    first step with it was launched, `first_token_s` when its first token was committed.
+    """
 
     def __init__(self, engine: Engine, request: SequenceRequest) -> None:
         self.request_id = request.request_id
         self.prompt_tokens = len(request.prompt_ids)
         self.published_tokens = 0
+        self.wake_tokens = 1
+        self.submitted_s = time.monotonic()
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.terminal: Terminal | None = None
         self._engine = engine
@@ -80,6 +91,8 @@ class TokenStream:
     def put(self, update: Update) -> None:
         """Hand over what one commit brought for this sequence."""
         assert self.terminal is None, f"{self.request_id}: tokens after the terminal"
+        if self.first_token_s is None and update.token_ids:
+            self.first_token_s = time.monotonic()
         self._token_ids += update.token_ids
         self._logprobs += update.logprobs or [None] * len(update.token_ids)
         self.published_tokens += len(update.token_ids)
@@ -98,18 +111,21 @@ class TokenStream:
         self._notify()
 
     def _notify(self) -> None:
-        if self._reader is not None and not self._reader.done():
+        due = len(self._token_ids) >= self.wake_tokens or self.terminal is not None
+        if due and self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self
 
     async def __anext__(self) -> Output:
-        while not self._token_ids:
+        while len(self._token_ids) < self.wake_tokens:
             if self.terminal is not None:
-                raise StopAsyncIteration
+                break
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+        if not self._token_ids:
+            raise StopAsyncIteration
         output = Output(tuple(self._token_ids), tuple(self._logprobs))
         self._token_ids.clear()
         self._logprobs.clear()
@@ -179,7 +195,8 @@ class Engine:
         """
         self._supervisor.start(self._group)
         try:
-            self._info = await asyncio.to_thread(self._group.start, self._supervisor.deadlines.start_s)
+            limits = self._supervisor.deadlines
+            self._info = await asyncio.to_thread(self._group.start, limits.start_s, limits.phases_s())
         except PegError:
             if self.cause is not None:
                 raise EngineUnavailable(str(self.cause)) from None
@@ -187,7 +204,12 @@ class Engine:
             raise
         priorities = self._config.scheduling_policy == "priority"
         self._scheduler = Scheduler(
-            SchedulerLimits.of(self._info, self._config.max_num_queued_reqs, priorities=priorities)
+            SchedulerLimits.of(
+                self._info,
+                self._config.max_num_queued_reqs,
+                max_num_queued_tokens=self._config.max_num_queued_tokens,
+                priorities=priorities,
+            )
         )
         if not self._supervisor.ready():
             raise EngineUnavailable(str(self.cause))
@@ -212,12 +234,13 @@ class Engine:
         """The exit code, once the engine has stopped (0) or failed and wound up (70)."""
         return await asyncio.shield(self._ended)
 
-    async def admission(self, deadline_s: float) -> None:
-        """Wait, bounded, for a rebuild under way to end; return at once in any other state."""
+    async def admission(self) -> None:
+        """Wait for a rebuild under way to end, as long as one may take; return at once in any other state."""
         waits = (EngineState.BROKEN, EngineState.REBUILDING)
         if self._config.on_failure == "rebuild" and self.state in waits:
+            limits = self._supervisor.deadlines
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reopened.wait(), deadline_s)
+                await asyncio.wait_for(self._reopened.wait(), limits.abort_s + limits.rebuild_s)
 
     # --- what is true -----------------------------------------------------------------------------------
 
@@ -238,6 +261,10 @@ class Engine:
     def epoch(self) -> int:
         return self._supervisor.epoch
 
+    def vitals(self) -> Vitals:
+        """What the supervisor knows, in every state; costs nothing that grows with the load."""
+        return self._supervisor.vitals()
+
     def stats(self) -> EngineStats:
         """A reading of now; costs nothing that grows with the load. Only after `start`."""
         return EngineStats(
@@ -249,6 +276,13 @@ class Engine:
         )
 
     # --- requests ---------------------------------------------------------------------------------------
+
+    def check_room(self, prompt_lengths: tuple[int, ...]) -> None:
+        """Raises QueueFull where sequences with prompts of these lengths may not wait now, InvalidRequest where never.
+
+        For those who want to know before they tokenise, or before the first of several is submitted.
+        """
+        self._scheduler.check_room(prompt_lengths)
 
     def submit(
         self, request: SequenceRequest, matcher: StopMatcher | None = None, grammar: Grammar | None = None
@@ -286,6 +320,13 @@ class Engine:
         """Arm a fault on a rank; refused unless the engine was started with fault injection."""
         self._group.inject(fault)
 
+    def fail(self, kind: CauseKind, message: str) -> bool:
+        """An operator's wish: break the engine; false where it is broken already, or over."""
+        if self.state in (EngineState.BROKEN, EngineState.REBUILDING, EngineState.STOPPED):
+            return False
+        self._supervisor.fail(Cause(kind=kind, message=message))
+        return True
+
     # --- the step loop ----------------------------------------------------------------------------------
 
     def _turn_soon(self) -> None:
@@ -307,11 +348,18 @@ class Engine:
             while (plan := self._scheduler.plan()) is not None:
                 self._supervisor.clock.issued(plan)
                 self._group.run(plan)
+                self._note_started(plan)
             self._publish(updates)
         except Exception as error:  # a bug of the loop's own must break the engine, not stop it silently
             self._supervisor.fail(
                 Cause(kind=CauseKind.LOOP_FAILED, message=repr(error), traceback=traceback.format_exc())
             )
+
+    def _note_started(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            stream = self._open.streams.get(new.seq_id)
+            if stream is not None and stream.started_s is None:
+                stream.started_s = time.monotonic()
 
     def _take_in(self, outcome: StepOutcome) -> list[Update]:
         self._supervisor.clock.committed(outcome.step)

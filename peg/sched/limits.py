@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from peg.errors import InvalidRequest
@@ -13,7 +14,8 @@ class SchedulerLimits:
     """The numbers that the scheduler keeps to, for one epoch.
 
     `max_num_seqs` is the number of rows. `max_num_queued_reqs` is how many may wait beyond those that a free row
-    is there for, None for any number. Without `priorities` every request has the same one.
+    is there for, and `max_num_queued_tokens` how many tokens these may have, None for any number. Without `priorities`
+    every request has the same one.
     """
 
     block_size: int
@@ -25,13 +27,20 @@ class SchedulerLimits:
     eos_token_ids: frozenset[int] = field(default=frozenset())
     forbidden_token_ids: frozenset[int] = field(default=frozenset())
     max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     priorities: bool = False
     epoch: int = 0
     max_in_flight: int = 2
 
     @classmethod
     def of(
-        cls, info: EngineInfo, max_num_queued_reqs: int | None, epoch: int = 0, *, priorities: bool = False
+        cls,
+        info: EngineInfo,
+        max_num_queued_reqs: int | None = None,
+        epoch: int = 0,
+        *,
+        max_num_queued_tokens: int | None = None,
+        priorities: bool = False,
     ) -> SchedulerLimits:
         """The limits of a loaded engine."""
         return cls(
@@ -44,6 +53,7 @@ class SchedulerLimits:
             eos_token_ids=frozenset(info.eos_token_ids),
             forbidden_token_ids=frozenset(info.forbidden_token_ids),
             max_num_queued_reqs=max_num_queued_reqs,
+            max_num_queued_tokens=max_num_queued_tokens,
             priorities=priorities,
             epoch=epoch,
         )
@@ -75,6 +85,20 @@ class SchedulerLimits:
                 "max_tokens" if left > 0 else "prompt",
             )
         return wanted
+
+    @property
+    def bounds_queue(self) -> bool:
+        """Whether there is a limit to what may wait."""
+        return self.max_num_queued_reqs is not None or self.max_num_queued_tokens is not None
+
+    def excess(self, waiting: Sequence[int]) -> str | None:
+        """What is too much where sequences of so many tokens each wait; None where all of them may."""
+        most, most_tokens, tokens = self.max_num_queued_reqs, self.max_num_queued_tokens, sum(waiting)
+        if most is not None and len(waiting) > most:
+            return f"{len(waiting)} sequences would wait: at most {most} may (--max-num-queued-reqs)"
+        if most_tokens is not None and tokens > most_tokens:
+            return f"{tokens} tokens would wait: at most {most_tokens} may (--max-num-queued-tokens)"
+        return None
 
     def check_priority(self, request: SequenceRequest) -> None:
         """Raises InvalidRequest for a priority that would change nothing."""

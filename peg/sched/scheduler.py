@@ -108,10 +108,24 @@ class Scheduler:
         never = self._memory.why_never(stored_at_most(prompt, max_tokens), limits.max_num_batched_tokens)
         if never is not None:
             raise InvalidRequest(f"a prompt of {prompt} tokens and {max_tokens} new ones can never fit: {never}")
-        cap, waiting = limits.max_num_queued_reqs, len(self._queues.waiting)
-        if cap is not None and waiting >= cap + self._rows.free_rows:
-            raise QueueFull(f"{waiting} requests wait already: at most {cap} may, besides those that can start")
+        self.check_room((prompt,))
         return max_tokens
+
+    def check_room(self, prompt_lengths: tuple[int, ...]) -> None:
+        """Raises QueueFull where too much would wait with prompts of these lengths, InvalidRequest where always.
+
+        Those that a free row is there for do not count.
+        """
+        limits = self._limits
+        if not limits.bounds_queue:
+            return
+        waiting = [sequence.known for sequence in self._queues.waiting]
+        excess = limits.excess([*waiting, *prompt_lengths][self._rows.free_rows :])
+        if excess is None:
+            return
+        if limits.excess(prompt_lengths[self._rows.num_rows :]) is not None:
+            raise InvalidRequest(f"{len(prompt_lengths)} sequences in one request: {excess}")
+        raise QueueFull(excess)
 
     def cancel(self, seq_id: int) -> Update | None:
         """End a sequence at once with CANCELLED; None where it is unknown or has ended."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from peg.errors import InvalidRequest, QueueFull
@@ -11,12 +14,24 @@ from peg.plan import (
     Full,
     GroupCapacity,
     Recurrent,
+    SamplingParams,
     SequenceRequest,
     SlidingWindow,
 )
 from peg.sched.limits import SchedulerLimits
 from peg.sched.scheduler import Scheduler
-from tests.unit.sched_device import FORBIDDEN, VOCAB, FakeGroup, continuation, full, limits, recurrent, request, sliding
+from tests.unit.sched_device import (
+    EOS,
+    FORBIDDEN,
+    VOCAB,
+    FakeGroup,
+    continuation,
+    full,
+    limits,
+    recurrent,
+    request,
+    sliding,
+)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +127,10 @@ def test_the_queue_is_bounded_beyond_those_that_can_start() -> None:
     """Two rows and a cap of one: three get in, the fourth is told how many wait; when one has ended there is room."""
     group = FakeGroup(limits(rows=2, queued=1))
     first = [group.admit(request(4)) for _ in range(3)]
-    with pytest.raises(QueueFull, match=r"3 requests wait already: at most 1"):
+    with pytest.raises(QueueFull, match=r"2 sequences would wait: at most 1"):
         group.admit(request(4))
     group.must_issue()
-    with pytest.raises(QueueFull, match=r"1 requests wait already: at most 1"):
+    with pytest.raises(QueueFull, match=r"2 sequences would wait: at most 1"):
         group.admit(request(4))
     group.cancel(first[2])
     last = group.admit(request(4))
@@ -132,6 +147,44 @@ def test_a_cap_of_zero_still_serves_an_idle_engine() -> None:
         group.admit(request(4))
     group.finish()
     assert len(group.tokens[seq_id]) == 8
+
+
+def test_the_tokens_that_wait_are_bounded_too() -> None:
+    """One row and a cap of ten tokens: the runner's do not count, what waits does; more at once is a fault."""
+    group = FakeGroup(replace(limits(rows=1), max_num_queued_tokens=10))
+    group.admit(request(40))
+    waiting = group.admit(request(6))
+    with pytest.raises(QueueFull, match=r"11 tokens would wait: at most 10 may"):
+        group.admit(request(5))
+    group.scheduler.check_room((4,))
+    with pytest.raises(QueueFull):
+        group.scheduler.check_room((1,) * 5)
+    with pytest.raises(InvalidRequest, match=r"12 sequences in one request"):
+        group.scheduler.check_room((1,) * 12)
+    group.cancel(waiting)
+    group.admit(request(10))
+    group.finish()
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"allowed_token_ids": frozenset({FORBIDDEN})}, "allowed_token_ids"),
+        ({"allowed_token_ids": frozenset({5}), "bad_words": ((5, 5),)}, "allowed_token_ids"),
+        ({"allowed_token_ids": frozenset({EOS}), "min_tokens": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": frozenset({VOCAB})}, "allowed_token_ids"),
+        ({"bad_words": tuple((token,) for token in range(VOCAB))}, "bad_words"),
+        ({"bad_words": ((VOCAB,),)}, "bad_words"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias"),
+        ({"min_tokens": 9}, "min_tokens"),
+    ],
+)
+def test_rules_that_leave_nothing_to_sample_are_refused(fields: dict[str, Any], names: str) -> None:
+    """A row of logits that rules have emptied would be taken for a broken one, which costs the engine."""
+    group = FakeGroup(limits())
+    with pytest.raises(InvalidRequest) as refused:
+        group.admit(replace(request(4, max_tokens=8), sampling=SamplingParams(**fields)))
+    assert refused.value.param == names
 
 
 def test_a_newcomer_leaves_a_spare_block_for_each_that_runs() -> None:
