@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from peg.plan import StepPlan
+from peg.plan import Connect, LoadWeights, MakeCache, RankCommand, StepPlan, WarmUp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
     """Every wait of the supervisor, in seconds, in one place.
 
+    The start may take `start_s`, and each of its phases its own time.
+
     A step may take `step_factor` times the slowest step of its shape seen so far, at least `step_floor_s`, at most
     `step_cap_s`; the first step of a shape has the cap alone. After a failure, aborting, joining and lingering run
     one after another and the process has ended `exit_s` after the failure was found. Where the engine is to be
-    rebuilt, that takes at most `rebuild_s`, and happens at most `rebuild_limit` times in `rebuild_window_s`.
+    rebuilt, that takes at most `rebuild_s`, and happens at most `rebuild_limit` times in `rebuild_window_s`. An error
+    that a communicator reports is a cause only after `comm_grace_s`, so that a rank that has more to tell goes first.
     """
 
     start_s: float = 600.0
+    load_s: float = 600.0
+    connect_s: float = 120.0
+    warm_up_s: float = 300.0
+    make_cache_s: float = 60.0
     step_cap_s: float = 60.0
     step_floor_s: float = 10.0
     step_factor: float = 20.0
@@ -31,7 +39,21 @@ class Deadlines:
     rebuild_s: float = 10.0
     rebuild_limit: int = 3
     rebuild_window_s: float = 600.0
+    comm_grace_s: float = 0.05
     tick_s: float = 0.01
+
+    def phases_s(self) -> Mapping[type[RankCommand], float]:
+        """What each phase of the start may take."""
+        return {
+            LoadWeights: self.load_s,
+            Connect: self.connect_s,
+            WarmUp: self.warm_up_s,
+            MakeCache: self.make_cache_s,
+        }
+
+    def deadman_s(self, *, starting: bool) -> float:
+        """When the deadman strikes, counted from the supervisor's last sign of life: all other deadlines are over."""
+        return (self.start_s if starting else self.step_cap_s) + self.exit_s + 1.0
 
 
 @dataclass(slots=True)

@@ -205,7 +205,8 @@ class RankAck:
     """What one rank did in one step, told by itself.
 
     `digest` is a running hash of what its own cache code wrote (row, tokens stored, block ids), `free_rows` its
-    own count; neither is derived from the plan. Logprobs come from rank 0 alone: one entry a sampling slice
+    own count, `collectives` how many it has issued since the epoch began; none is derived from the plan.
+    Logprobs come from rank 0 alone: one entry a sampling slice
     (None where none were asked for), and per slice with targets one entry a target.
     """
 
@@ -217,6 +218,7 @@ class RankAck:
     free_rows: int
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,75 +7,27 @@ It has a thread of its own, so that it sees a blocked loop as well as a blocked 
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import logging
-import os
-import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Protocol
 
 import structlog
 
 from peg.deadlines import Deadlines, StepClock
 from peg.errors import RankError
 from peg.failure import Cause, CauseKind, EngineState, Heartbeat
+from peg.process_end import ProcessEnd
+from peg.watch import RankPort, Watch
 
 log = structlog.get_logger("peg.supervisor")
 
 _PUBLISHING = (EngineState.READY, EngineState.DRAINING)
-_NEVER_REBUILT = (CauseKind.RANK_DIED, CauseKind.SUPERVISOR_FAILED, CauseKind.OPERATOR)
-
-
-class RankPort(Protocol):
-    """What the supervisor needs of the ranks. All of it may be called from the supervisor's thread."""
-
-    def heartbeats(self) -> tuple[Heartbeat, ...]:
-        """Where each rank is; its thread wrote it."""
-
-    def dead_rank(self) -> int | None:
-        """A rank whose thread has ended although nobody asked it to, None while all live."""
-
-    def poll(self) -> str | None:
-        """An asynchronous error of a communicator, None while all is well."""
-
-    def poison(self, reason: str) -> None:
-        """Wake every rank that waits for a command; it takes no further one."""
-
-    def abort(self, reason: str, deadline_s: float) -> bool:
-        """Abort every communicator, each from a helper thread; whether all came back in time."""
-
-    def join(self, deadline_s: float) -> bool:
-        """Wait for the rank threads to end; whether all did."""
-
-    def rebuild(self, epoch: int, deadline_s: float) -> None:
-        """New communicators for a new epoch, weights kept. Raises RankError where a rank does not come back."""
-
-
-class ProcessEnd:
-    """The ways a process ends after a failure. Tests put a recorder in its place."""
-
-    def arm(self, after_s: float) -> None:
-        """Start the deadman: a C thread that needs no interpreter lock, dumps all stacks and ends with code 1."""
-        faulthandler.dump_traceback_later(after_s, exit=True)
-
-    def disarm(self) -> None:
-        """The engine was rebuilt: no need for the deadman."""
-        faulthandler.cancel_dump_traceback_later()
-
-    def exit(self, code: int) -> None:
-        """End now, whatever thread did not come back."""
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+_NEVER_REBUILT = (CauseKind.RANK_DIED, CauseKind.SUPERVISOR_FAILED, CauseKind.OPERATOR_STOP)
+_REARM_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +53,31 @@ class EngineDoors:
     end: Callable[[int], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """A reading of the supervisor: what is true of the engine whatever state it is in.
+
+    `step_s` is how long the oldest step in flight has taken, None where there is none; `step_limit_s` what it may take.
+    `failures` counts first causes by kind and rank.
+    """
+
+    state: EngineState
+    epoch: int
+    cause: Cause | None
+    secondary: tuple[Cause, ...]
+    heartbeats: tuple[Heartbeat, ...]
+    step: int | None
+    step_s: float | None
+    step_limit_s: float
+    failures: Mapping[tuple[CauseKind, int | None], int]
+    rebuilt: tuple[Rebuild, ...]
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step has taken more than half of what it may: nothing is known to be wrong, but little is right."""
+        return self.step_s is not None and self.step_s > self.step_limit_s / 2
+
+
 class Supervisor:
     """Watches one engine and winds it up when it fails.
 
@@ -123,6 +100,8 @@ class Supervisor:
         self.rebuilt: tuple[Rebuild, ...] = ()
         self.deadlines = deadlines
         self.clock = StepClock(deadlines)
+        self.failures: Counter[tuple[CauseKind, int | None]] = Counter()
+        self._watch = Watch(deadlines, self.clock)
         self._end = end
         self._doors = doors
         self._rebuilds = rebuilds
@@ -133,7 +112,7 @@ class Supervisor:
         self._released = threading.Event()
         self._ranks: RankPort | None = None
         self._failed_in = EngineState.STARTING
-        self._started_s = time.monotonic()
+        self._armed_s = 0.0
         self._thread = threading.Thread(target=self._run, name="peg-supervisor", daemon=False)
 
     # --- called by the loop -----------------------------------------------------------------------------
@@ -141,7 +120,7 @@ class Supervisor:
     def start(self, ranks: RankPort) -> None:
         """Begin to watch."""
         self._ranks = ranks
-        log.info("deadlines", **{name: getattr(self.deadlines, name) for name in self.deadlines.__slots__})
+        log.info("deadlines", **asdict(self.deadlines))
         self._thread.start()
 
     def ready(self) -> bool:
@@ -164,19 +143,22 @@ class Supervisor:
             self.clock.restart()
             self.state, self.cause = EngineState.READY, None
             self.secondary.clear()
-        log.info("engine state", state=str(self.state), was="rebuilding", epoch=self.epoch)
+        self._tell("ready", EngineState.REBUILDING)
         self._reopened.set()
 
     def release(self, deadline_s: float) -> bool:
         """Stop watching, for good; whether the thread came back. The state becomes STOPPED unless BROKEN."""
         with self._lock:
-            if self.state is not EngineState.BROKEN:
+            failed = self.state is EngineState.BROKEN
+            if not failed:
                 self.state = EngineState.STOPPED
         self._released.set()
         self._wake.set()
         self._reopened.set()
         if self._thread.is_alive():
             self._thread.join(deadline_s)
+        if not failed:
+            self._end.disarm()  # after a failure the deadman stays, until the process has ended
         return not self._thread.is_alive()
 
     # --- called by any thread -----------------------------------------------------------------------------
@@ -188,10 +170,29 @@ class Supervisor:
             if first:
                 self.cause, self._failed_in = cause, self.state
                 self.state = EngineState.BROKEN
+                self.failures[cause.kind, cause.rank] += 1
             else:
                 self.secondary.append(cause)
         if first:
             self._wake.set()
+
+    def vitals(self) -> Vitals:
+        """A reading of now, in constant time."""
+        oldest, now = self.clock.oldest(), time.monotonic()
+        beats = () if self._ranks is None else self._ranks.heartbeats()
+        with self._lock:
+            return Vitals(
+                state=self.state,
+                epoch=self.epoch,
+                cause=self.cause,
+                secondary=tuple(self.secondary),
+                heartbeats=beats,
+                step=None if oldest is None else oldest.step,
+                step_s=None if oldest is None else now - oldest.clock_s,
+                step_limit_s=self.deadlines.step_cap_s if oldest is None else self.clock.limit_s(oldest.shape),
+                failures=dict(self.failures),
+                rebuilt=self.rebuilt,
+            )
 
     def may_publish(self, epoch: int) -> bool:
         """The publish gate: whether a result of this epoch may leave its rank, and be committed."""
@@ -204,76 +205,55 @@ class Supervisor:
             if self.state is not old:
                 return False
             self.state = new
-        log.info("engine state", state=str(new), was=str(old), epoch=self.epoch)
+        self._tell(new, old)
         return True
+
+    def _tell(self, state: str, was: EngineState, cause: Cause | None = None) -> None:
+        """One event for each transition, with its cause where it has one."""
+        event = {"state": str(state), "was": str(was), "epoch": self.epoch}
+        if cause is None:
+            log.info("engine state", **event)
+            return
+        log.error("engine state", **event, cause=str(cause), kind=str(cause.kind), rank=cause.rank, step=cause.step)
 
     def _run(self) -> None:
         try:
-            while not self._released.is_set():
-                self._wake.wait(self.deadlines.tick_s)
-                cause = self.cause
-                if cause is None:
-                    self._watch(time.monotonic())
-                elif not self._wind_up(cause):
-                    return
+            self._supervise()
         except Exception as error:  # the supervisor's own failure must not leave a process that nobody watches
             self.fail(Cause(kind=CauseKind.SUPERVISOR_FAILED, message=repr(error), traceback=traceback.format_exc()))
             log.exception("the supervisor failed")
-            self._end.exit(70)
+            self._close_without_watch()
 
-    def _watch(self, now: float) -> None:
-        """One tick: find what raises nothing by itself."""
+    def _supervise(self) -> None:
+        """Until the engine is released or wound up: tick, look, and wind up what is found broken."""
+        while not self._released.is_set():
+            self._wake.wait(self.deadlines.tick_s)
+            cause = self.cause
+            if cause is None:
+                self._tick()
+            elif not self._wind_up(cause):
+                return
+
+    def _tick(self) -> None:
+        """Put the deadman off, and look."""
         assert self._ranks is not None
-        found = (
-            self._start_overdue(now)
-            or self._rank_dead(self._ranks)
-            or self._comm_error(self._ranks)
-            or self._step_overdue(self._ranks, now)
-        )
+        now = time.monotonic()
+        if now - self._armed_s > _REARM_S:
+            self._armed_s = now
+            self._end.arm(self.deadlines.deadman_s(starting=self.state is EngineState.STARTING))
+        found = self._watch.look(self.state, self._ranks)
         if found is not None and not self._released.is_set():
             self.fail(found)
 
-    def _start_overdue(self, now: float) -> Cause | None:
-        if self.state is not EngineState.STARTING or now - self._started_s <= self.deadlines.start_s:
-            return None
-        message = f"not ready {self.deadlines.start_s:g} s after start"
-        return Cause(kind=CauseKind.STARTUP_DEADLINE, message=message)
-
-    def _rank_dead(self, ranks: RankPort) -> Cause | None:
-        rank = ranks.dead_rank()
-        if rank is None:
-            return None
-        return Cause(kind=CauseKind.RANK_DIED, rank=rank, message="the rank's thread has ended")
-
-    def _comm_error(self, ranks: RankPort) -> Cause | None:
-        error = ranks.poll()
-        return None if error is None else Cause(kind=CauseKind.COMM_ERROR, message=error)
-
-    def _step_overdue(self, ranks: RankPort, now: float) -> Cause | None:
-        """The oldest step in flight is late: say which rank holds it up, and whether it was ever picked up."""
-        issued = self.clock.oldest()
-        if issued is None:
-            return None
-        age = now - issued.clock_s
-        limit = self.clock.limit_s(issued.shape)
-        waiting = [beat for beat in ranks.heartbeats() if beat.step < issued.step and beat.phase == "idle"]
-        for beat in waiting:
-            idle = now - max(beat.since_s, issued.clock_s)
-            if idle > min(limit, self.deadlines.pickup_s):
-                message = f"step {issued.step} not picked up for {idle:.2f} s"
-                return Cause(kind=CauseKind.PICKUP_DEADLINE, rank=beat.rank, step=issued.step, message=message)
-        if age <= limit:
-            return None
-        late = [beat for beat in ranks.heartbeats() if beat.phase != "idle"]
-        slowest = min(late, key=lambda beat: beat.since_s, default=None)
-        where = ", ".join(f"rank {beat.rank} in {beat.phase}" for beat in late) or "all ranks done, not committed"
-        return Cause(
-            kind=CauseKind.STEP_DEADLINE,
-            rank=None if slowest is None else slowest.rank,
-            step=issued.step,
-            phase=None if slowest is None else slowest.phase,
-            message=f"step {issued.step} took over {limit:g} s ({where})",
-        )
+    def _close_without_watch(self) -> None:
+        """The same order of closing, once more and without a rebuild; whatever sticks now ends the process at once."""
+        try:
+            assert self.cause is not None
+            self._rebuilds = False
+            self._wind_up(self.cause)
+        except Exception:  # nothing is left to try
+            log.exception("the supervisor failed again")
+            self._end.exit(70)
 
     def _wind_up(self, cause: Cause) -> bool:
         """The order of closing; true if the engine was rebuilt, and goes on.
@@ -285,15 +265,17 @@ class Supervisor:
         found_s = time.monotonic()
         rebuilds = self._may_rebuild(cause)
         self._end.arm(limits.exit_s + 1.0 + (limits.rebuild_s if rebuilds else 0.0))
-        log.error("engine broken", cause=str(cause), kind=str(cause.kind), rank=cause.rank, step=cause.step)
-        if cause.traceback:
-            log.error("first cause", traceback=cause.traceback)
         self._doors.answer_everyone(cause)
         self._ranks.poison(str(cause))
         aborted = self._ranks.abort(str(cause), limits.abort_s)
-        if rebuilds and aborted and self._rebuild(cause, found_s):
-            self._end.disarm()
-            return True
+        self._tell("broken", self._failed_in, cause)  # only now: writing a log line may take its time
+        if cause.traceback:
+            log.error("first cause", traceback=cause.traceback)
+        if rebuilds and aborted:
+            if self._rebuild(cause, found_s):
+                self._armed_s = 0.0
+                return True
+            self._ranks.abort(str(cause), limits.abort_s)
         self._go(found_s if not rebuilds else time.monotonic())
         return False
 
@@ -303,7 +285,8 @@ class Supervisor:
         if self._rebuilds and len(recent) >= self.deadlines.rebuild_limit:
             log.error("rebuilt too often", times=len(recent), within_s=self.deadlines.rebuild_window_s)
             return False
-        return self._rebuilds and self._failed_in is EngineState.READY and cause.kind not in _NEVER_REBUILT
+        wanted = self._rebuilds or cause.kind is CauseKind.OPERATOR_REBUILD
+        return wanted and self._failed_in is EngineState.READY and cause.kind not in _NEVER_REBUILT
 
     def _rebuild(self, cause: Cause, found_s: float) -> bool:
         """New communicators and empty pools under a new epoch; false where anything does not come back in time."""
@@ -311,23 +294,27 @@ class Supervisor:
         with self._lock:
             self.state = EngineState.REBUILDING
             self.epoch += 1
-        log.warning("engine state", state=str(self.state), was="broken", epoch=self.epoch)
         self._wake.clear()
         self._reopened.clear()
+        left_s = partial(_left_s, found_s + self.deadlines.rebuild_s, 0.0)
+        self._tell("rebuilding", EngineState.BROKEN, cause)
         try:
-            self._ranks.rebuild(self.epoch, self.deadlines.rebuild_s)
+            self._ranks.rebuild(self.epoch, left_s())
         except RankError as error:
+            self.fail(Cause(kind=CauseKind.STARTUP_FAILED, message=f"not rebuilt: {error}"))
             log.warning("not rebuilt", error=str(error))
         else:
-            if self._answered.wait(self.deadlines.rebuild_s):
+            if self._answered.wait(left_s()):
                 self._answered.clear()
                 self._doors.begin_epoch(self.epoch)
-                self._reopened.wait(self.deadlines.rebuild_s)
-        if self.state is EngineState.REBUILDING:
-            with self._lock:
+                self._reopened.wait(left_s())
+        with self._lock:
+            if self.state is EngineState.REBUILDING:
                 self.state = EngineState.BROKEN
-            return False
-        self.rebuilt += (Rebuild(self.epoch, cause, time.monotonic() - found_s),)
+                return False
+            done = Rebuild(self.epoch, cause, time.monotonic() - found_s)
+            self.rebuilt += (done,)
+        log.info("engine rebuilt", epoch=done.epoch, took_s=round(done.took_s, 3), times=len(self.rebuilt))
         return True
 
     def _go(self, found_s: float) -> None:
@@ -336,6 +323,8 @@ class Supervisor:
         limits = self.deadlines
         joined = self._ranks.join(limits.join_s)
         log.info("ranks wound up", joined=joined, after_s=round(time.monotonic() - found_s, 3))
+        if not joined:
+            log.error("left behind", threads=[thread.name for thread in threading.enumerate()])
         left_s = partial(_left_s, found_s + limits.exit_s)
         self._answered.wait(left_s(limits.linger_s))
         self._released.wait(min(limits.linger_s, left_s(0.5)))

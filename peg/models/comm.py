@@ -29,6 +29,10 @@ class Communicator(Protocol):
     @property
     def epoch(self) -> int: ...
 
+    @property
+    def issued(self) -> int:
+        """How many collectives this rank has issued, the same on all ranks at the same point of a step."""
+
     def all_reduce_(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over all ranks, summed in rank order."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from peg.config import EngineConfig
 from peg.errors import CommAborted, ConfigError, InvalidRequest, RankError, UsageError
-from peg.failure import Cause, CauseKind, FailureCallback, Fault, Heartbeat
+from peg.failure import Cause, CauseKind, FailureCallback, Fault, FaultKind, Heartbeat
 from peg.plan import (
     Connect,
     EngineInfo,
@@ -21,11 +21,13 @@ from peg.plan import (
     StepPlan,
     WarmUp,
 )
+from peg.ranks.aborts import Aborts
 from peg.ranks.blueprint import Blueprint, draw_blueprint
 from peg.ranks.clock import Clock, join_all
 from peg.ranks.device import Device
 from peg.ranks.devices import open_devices, open_nccl
-from peg.ranks.faults import RankComm, RankFaults
+from peg.ranks.faults import GroupFaults, RankComm, RankFaults
+from peg.ranks.lockstep import Lockstep
 from peg.ranks.meeting import Meeting
 from peg.ranks.nccl import Nccl
 from peg.ranks.rank import Rank
@@ -33,19 +35,6 @@ from peg.ranks.tickets import Answer, Ticket
 
 _ABORT_S = 1.0
 _JOIN_S = 2.0
-
-
-@dataclass(slots=True)
-class _Lockstep:
-    """One command that every rank carries out before any gets the next. Guarded by the group's lock."""
-
-    waiting: set[int]
-    over: threading.Event = field(default_factory=threading.Event)
-    error: UsageError | RankError | None = None
-
-    def end(self, error: UsageError | RankError | None = None) -> None:
-        self.error = self.error or error
-        self.over.set()
 
 
 class RankGroup:
@@ -77,20 +66,29 @@ class RankGroup:
         self._meeting = Meeting(self._world_size, 0, None)
         self._comms: dict[int, RankComm] = {}
         self._tickets: dict[int, Ticket] = {}
-        self._lockstep: _Lockstep | None = None
-        self._aborts: tuple[threading.Thread, ...] = ()
+        self._lockstep: Lockstep | None = None
+        self._last_step = -1
+        inject = config.enable_fault_injection
+        self._faults = GroupFaults() if inject else None
+        self._rank_faults = [RankFaults(rank) if inject else None for rank in range(self._world_size)]
+        self._aborts: Aborts | None = None
         self._reason: str | None = None  # of the poison; no step runs any more
         self._closing = False
 
     # --- life -------------------------------------------------------------------------------------------
 
-    def start(self, deadline_s: float) -> EngineInfo:
-        """Start the threads and load the model, all ranks phase by phase.
+    def start(self, deadline_s: float, phases_s: Mapping[type[RankCommand], float] | None = None) -> EngineInfo:
+        """Start the threads and load the model, all ranks phase by phase, each within its own limit if it has one.
 
         Raises UsageError where the checkpoint or the configuration is at fault. Where a rank failed or was late,
         `on_failure` is called and RankError raised. Whatever is raised, the threads are told to end.
         """
         clock = Clock(deadline_s)
+        limits = phases_s or {}
+
+        def within(phase: type[RankCommand]) -> float:
+            return min(clock.left_s, limits.get(phase, clock.left_s))
+
         loaded = False
         try:
             devices, self._nccl = open_devices(self._config), open_nccl(self._config)
@@ -98,13 +96,13 @@ class RankGroup:
             clock.lap("validate")
             self._meeting = Meeting(self._world_size, 0, self._nccl)
             self._start_threads(blueprint, devices)
-            self._all_do(LoadWeights(), clock.left_s)
+            self._all_do(LoadWeights(), within(LoadWeights))
             clock.lap("load")
-            self._all_do(Connect(0), clock.left_s)
+            self._all_do(Connect(0), within(Connect))
             clock.lap("connect")
-            self._all_do(WarmUp(), clock.left_s)
+            self._all_do(WarmUp(), within(WarmUp))
             capacities = blueprint.capacities(self._kv_budget_bytes())
-            self._all_do(MakeCache(capacities), clock.left_s)
+            self._all_do(MakeCache(capacities), within(MakeCache))
             clock.lap("warm up")
             loaded = True
         finally:
@@ -124,7 +122,8 @@ class RankGroup:
         self._all_do(Settle(), clock.left_s)
         meeting = Meeting(self._world_size, epoch, self._nccl)
         with self._lock:
-            self._meeting, self._comms, self._aborts, self._reason = meeting, {}, (), None
+            self._meeting, self._comms, self._aborts, self._reason = meeting, {}, None, None
+            self._last_step = -1
         self._all_do(Connect(epoch), clock.left_s)
 
     def close(self, deadline_s: float) -> bool:
@@ -142,7 +141,8 @@ class RankGroup:
         if first:
             for rank in ranks:
                 rank.put(Shutdown())
-        threads = (*(rank.thread for rank in ranks), *self._aborts)
+        helpers = () if self._aborts is None else self._aborts.threads
+        threads = (*(rank.thread for rank in ranks), *helpers)
         return join_all(threads, deadline_s)
 
     # --- steps ------------------------------------------------------------------------------------------
@@ -153,23 +153,31 @@ class RankGroup:
             if self._reason is not None or self._closing:
                 return
             self._tickets[plan.step] = Ticket(self._world_size)
+            self._last_step = plan.step
+        if self._faults is not None:
+            self._faults.issue(plan.step)
         self._put(plan)
 
     def inject(self, fault: Fault) -> None:
         """Arm a fault. Raises InvalidRequest for a rank that is not there, ConfigError if injection is off."""
-        if not self._config.enable_fault_injection:
+        if self._faults is None:
             raise ConfigError("faults can be injected only with --enable-fault-injection")
-        if not 0 <= fault.rank < len(self._ranks):
-            raise InvalidRequest(f"rank {fault.rank}: must be 0 to {len(self._ranks) - 1}", "rank")
-        faults = self._ranks[fault.rank].faults
+        if not 0 <= fault.rank < self._world_size:
+            raise InvalidRequest(f"rank {fault.rank}: must be 0 to {self._world_size - 1}", "rank")
+        step, faults = self._last_step + fault.after_steps, self._rank_faults[fault.rank]
         assert faults is not None
-        faults.add(fault)
+        if fault.kind in (FaultKind.LOOP_RAISES, FaultKind.SUPERVISOR_RAISES):
+            self._faults.arm(fault.kind, step)
+        else:
+            faults.arm(fault, self._meeting.epoch, step)
 
     # --- what the supervisor needs ----------------------------------------------------------------------
 
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         """Where each rank is."""
-        return tuple(rank.heartbeat() for rank in self._ranks)
+        comms = dict(self._comms)
+        beats = (rank.heartbeat() for rank in self._ranks)
+        return tuple(replace(beat, waits=beat.rank in comms and comms[beat.rank].waits) for beat in beats)
 
     def dead_rank(self) -> int | None:
         """A rank whose thread has ended although nobody asked it to."""
@@ -178,6 +186,8 @@ class RankGroup:
 
     def poll(self) -> str | None:
         """The error of a communicator; None while all is well, and once the group is being closed."""
+        if self._faults is not None:
+            self._faults.look()
         error = self._comm_error()
         return None if self._closing else error  # in this order: closing is known before a communicator is closed
 
@@ -197,21 +207,17 @@ class RankGroup:
         """Poison, and abort every communicator, each once and on a thread of its own; whether all came back."""
         self.poison(reason)
         with self._lock:
-            if not self._aborts:
-                self._aborts = tuple(
-                    threading.Thread(target=comm.abort, args=(reason,), name=f"peg-abort-{rank}", daemon=False)
-                    for rank, comm in self._comms.items()
-                )
-                for helper in self._aborts:
-                    helper.start()
-            helpers = self._aborts
-        return join_all(helpers, deadline_s)
+            if self._aborts is None:
+                self._aborts = Aborts(tuple(self._comms.values()), reason, self._on_failure)
+            aborts = self._aborts
+        return aborts.wait(deadline_s)
 
     # --- what the ranks tell ----------------------------------------------------------------------------
 
     def connect(self, rank: int, epoch: int) -> RankComm:
         """See `RankListener`."""
-        comm = self._meeting.join(rank, self._ranks[rank].runner.device)
+        plain, faults = self._meeting.join(rank, self._ranks[rank].runner.device), self._rank_faults[rank]
+        comm = plain if faults is None else faults.wrap(plain)
         assert comm.epoch == epoch, (comm.epoch, epoch)
         with self._lock:
             reason = self._reason
@@ -226,9 +232,7 @@ class RankGroup:
         """See `RankListener`."""
         with self._lock:
             if self._lockstep is not None:
-                self._lockstep.waiting.discard(rank)
-                if not self._lockstep.waiting:
-                    self._lockstep.end()
+                self._lockstep.done(rank)
 
     def answered(self, rank: int, answer: Answer) -> None:
         """See `RankListener`. The last answer to a step publishes it, or finds that the ranks differ."""
@@ -249,8 +253,7 @@ class RankGroup:
             if self._lockstep is not None and cause.step is None:
                 cause = replace(cause, kind=CauseKind.STARTUP_FAILED)
                 self._lockstep.end(usage or RankError(str(cause)))
-            echo = self._reason is not None and cause.kind is CauseKind.COMM_ERROR  # of the abort, so no news
-        if usage is None and not echo:
+        if usage is None:
             self._on_failure(cause)
 
     # --- helpers ----------------------------------------------------------------------------------------
@@ -261,10 +264,8 @@ class RankGroup:
             rank.put(command)
 
     def _start_threads(self, blueprint: Blueprint, devices: Sequence[Device]) -> None:
-        inject = self._config.enable_fault_injection
-        ranks = tuple(
-            Rank(blueprint, rank, device, self, RankFaults() if inject else None) for rank, device in enumerate(devices)
-        )
+        made = zip(devices, self._rank_faults, strict=True)
+        ranks = tuple(Rank(blueprint, rank, device, self, faults) for rank, (device, faults) in enumerate(made))
         with self._lock:
             if self._closing:
                 raise RankError("closed before it was started")
@@ -274,7 +275,7 @@ class RankGroup:
 
     def _all_do(self, command: RankCommand, within_s: float) -> None:
         """Let every rank carry out a command, and wait for all."""
-        lockstep = _Lockstep(set(range(self._world_size)))
+        lockstep = Lockstep(self._world_size)
         with self._lock:
             if self._reason is not None and not isinstance(command, Settle):
                 raise RankError(self._reason)
@@ -286,10 +287,20 @@ class RankGroup:
         if lockstep.error is not None:
             raise lockstep.error
         if not in_time:
-            late = ", ".join(str(rank) for rank in sorted(lockstep.waiting))
-            message = f"{type(command).__name__} took over {within_s:.1f} s on rank {late}"
-            self._on_failure(Cause(kind=CauseKind.STARTUP_DEADLINE, message=message, phase=type(command).__name__))
-            raise RankError(message)
+            cause = self._late(type(command).__name__, lockstep.waiting, within_s)
+            self._on_failure(cause)
+            raise RankError(cause.message)
+
+    def _late(self, phase: str, ranks: set[int], limit_s: float) -> Cause:
+        """Who held a phase up: of the ranks that are not done, the one that does not wait for the others."""
+        busy = [beat.rank for beat in self.heartbeats() if beat.rank in ranks and not beat.waits]
+        told = ", ".join(map(str, sorted(busy or ranks)))
+        return Cause(
+            kind=CauseKind.STARTUP_DEADLINE,
+            message=f"{phase} took over {limit_s:.1f} s on rank {told}",
+            rank=busy[0] if len(busy) == 1 else None,
+            phase=phase,
+        )
 
     def _comm_error(self) -> str | None:
         return next((error for comm in tuple(self._comms.values()) if (error := comm.poll()) is not None), None)

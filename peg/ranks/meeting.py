@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peg.ranks.device import Device
-from peg.ranks.faults import RankComm
+from peg.ranks.faults import PlainComm
 from peg.ranks.nccl import Nccl
 from peg.ranks.nccl_comm import NcclComm
 from peg.ranks.solo_comm import SoloComm
@@ -19,7 +19,7 @@ class Meeting:
         self._nccl = nccl
         self._unique_id = b"" if nccl is None or world_size == 1 else nccl.unique_id()
 
-    def join(self, rank: int, device: Device) -> RankComm:
+    def join(self, rank: int, device: Device) -> PlainComm:
         """Make a rank's communicator. With NCCL it returns once every rank has come."""
         if self._rendezvous.world_size == 1:
             return SoloComm(self.epoch)

@@ -43,6 +43,7 @@ class NcclComm:
         self.world_size = host.world_size
         self.epoch = host.epoch
         self.entered: Callable[[], None] | None = None
+        self.issued = 0
         self._nccl = nccl
         self._host = host
         self._stream = stream
@@ -52,6 +53,11 @@ class NcclComm:
         self._busy = False
         self._aborting = threading.Thread(target=self._abort, name=f"peg-abort-{host.rank}", daemon=True)
         self._comm = nccl.connect(host.world_size, host.rank, unique_id)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it sleeps in a barrier; in a collective it is the device that waits."""
+        return self._host.waits
 
     def all_reduce_(self, tensor: Tensor) -> None:
         pointer, count, dtype = _describe(tensor)
@@ -94,6 +100,7 @@ class NcclComm:
             raise TimeoutError(f"rank {self.rank}: NCCL did not come back from an abort within {deadline_s:g} s")
 
     def _issue(self, call: Callable[..., None], *arguments: int) -> None:
+        self.issued += 1
         self._busy = True  # before the look at the reason: an abort stores its reason and then looks here
         try:
             if self._reason is not None:

@@ -7,12 +7,13 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping
 from typing import Protocol, TypeAlias
 
 import torch
 
 from peg.errors import CommAborted, CommMismatch, RankDiverged, UsageError
-from peg.failure import Cause, CauseKind, Heartbeat
+from peg.failure import Cause, CauseKind, FaultPlace, Heartbeat
 from peg.plan import (
     Connect,
     LoadWeights,
@@ -28,7 +29,7 @@ from peg.plan import (
 )
 from peg.ranks.blueprint import Blueprint
 from peg.ranks.device import Device
-from peg.ranks.faults import RankComm, RankFaults
+from peg.ranks.faults import InjectedDeath, RankComm, RankFaults
 from peg.ranks.pace import Pace
 from peg.ranks.runner import Launched, Runner, StepPhase
 from peg.ranks.scope import Scope, failure_scope
@@ -37,6 +38,12 @@ IDLE = "idle"
 """The phase of a rank that waits for a command."""
 
 _CLOSE_S = 1.0
+_PLACES: Mapping[type[RankCommand], FaultPlace] = {
+    LoadWeights: FaultPlace.LOAD,
+    Connect: FaultPlace.CONNECT,
+    WarmUp: FaultPlace.WARM_UP,
+    MakeCache: FaultPlace.MAKE_CACHE,
+}
 
 _Due: TypeAlias = Launched | StepFailed | Skipped
 
@@ -94,6 +101,8 @@ class Rank:
     def poison(self, epoch: int) -> None:
         """Begin no further step of this epoch."""
         self._over_epoch = max(self._over_epoch, epoch)
+        if self.faults is not None:
+            self.faults.over(epoch)
 
     def heartbeat(self) -> Heartbeat:
         phase, step, since_s = self._beat
@@ -112,6 +121,8 @@ class Rank:
                 work = self._next()
                 try:
                     self._do(work)
+                except InjectedDeath:
+                    return
                 except BaseException as error:  # whatever stops a rank, its peers must not wait for it in vain
                     self._fail(work, error)
 
@@ -145,6 +156,9 @@ class Rank:
 
     def _carry_out(self, command: RankCommand) -> None:
         self._enter(type(command).__name__)
+        place = _PLACES.get(type(command))
+        if self.faults is not None and place is not None:
+            self.faults.begin(place, command.epoch if isinstance(command, Connect) else 0)
         match command:
             case LoadWeights():
                 self.runner.load()
@@ -159,12 +173,13 @@ class Rank:
             case Shutdown() if self._epoch >= 0:
                 self._settle(_CLOSE_S)
                 self.runner.close(_CLOSE_S)
+        if self.faults is not None and place is not None:
+            self.faults.end()
         self._listener.done(self.rank)
 
     def _connect(self, epoch: int) -> None:
         self._settle(_CLOSE_S)
-        comm = self._listener.connect(self.rank, epoch)
-        self.runner.connect(comm if self.faults is None else self.faults.wrap(comm))
+        self.runner.connect(self._listener.connect(self.rank, epoch))
         self._epoch, self._step, self._failed_steps, self._pace = epoch, -1, 0, Pace()
 
     def _begin_step(self, plan: StepPlan) -> None:
@@ -176,17 +191,18 @@ class Rank:
             self._due.append(Skipped(plan.step, plan.epoch))
             return
         if self.faults is not None:
-            self.faults.begin_step()
+            self.faults.begin(FaultPlace.STEP, plan.epoch, plan.step)
         launched = self.runner.launch(plan)
         if self.faults is not None:
-            self.faults.end_step()
+            self.faults.end()
         self._pace.begun(plan)
         self._due.append(launched)
 
     def _end_step(self, launched: Launched) -> None:
         self._pace.ended()
         if launched.plan.epoch > self._over_epoch:
-            self._listener.answered(self.rank, self.runner.finish(launched))
+            ack = self.runner.finish(launched)
+            self._listener.answered(self.rank, ack if self.faults is None else self.faults.alter(ack))
         if self._due:
             self._enter(StepPhase.WAIT)
 
@@ -214,6 +230,8 @@ class Rank:
                 self._due.append(StepFailed(plan.step, plan.epoch, message))
                 return
         self.poison(self._epoch)
+        if isinstance(error, CommAborted):
+            return  # an echo: whoever aborted has told why, or is about to
         cause = Cause(
             kind=_cause_kind(error),
             message=message,
@@ -235,7 +253,7 @@ def _plan_of(work: RankCommand | _Due) -> StepPlan | None:
 
 def _cause_kind(error: BaseException) -> CauseKind:
     match error:
-        case CommAborted() | CommMismatch():
+        case CommMismatch():
             return CauseKind.COMM_ERROR
         case RankDiverged():
             return CauseKind.RANK_DIVERGED

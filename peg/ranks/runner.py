@@ -54,6 +54,7 @@ class Launched:
     landing: Landing
     digest: int
     free_rows: int
+    collectives: int
     draws: tuple[Draw, ...]
     alone: bool
 
@@ -187,6 +188,7 @@ class Runner:
             landing=self.device.fetch((*sampled, *scored)),
             digest=self._digest.value,
             free_rows=self._tables.free_rows,
+            collectives=self.comm.issued,
             draws=draws,
             alone=self._blueprint.world_size == 1 and not plan.has_decode,
         )
@@ -203,6 +205,7 @@ class Runner:
             token_ids=token_ids,
             digest=launched.digest,
             free_rows=launched.free_rows,
+            collectives=launched.collectives,
             logprobs=_sampled_logprobs(token_ids, launched.draws, landed),
             prompt_logprobs=_prompt_logprobs(plan.slices, landed),
         )

@@ -18,9 +18,11 @@ class SoloComm:
     rank = 0
     world_size = 1
     kind = "solo"
+    waits = False  # nobody is waited for
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
+        self.issued = 0
         self.entered: Callable[[], None] | None = None
         self._reason: str | None = None
 
@@ -50,5 +52,6 @@ class SoloComm:
     def _enter(self) -> None:
         if self._reason is not None:
             raise CommAborted(self._reason)
+        self.issued += 1
         if self.entered is not None:
             self.entered()

@@ -42,6 +42,7 @@ class Rendezvous:
         self._arrived = 0
         self._calls: list[Call] = [()] * world_size
         self._put_down: list[tuple[Tensor, ...]] = [()] * world_size
+        self.asleep = [False] * world_size  # each written by its own rank
         self._reason: str | None = None
         self._error: type[RankError] = CommAborted
 
@@ -92,7 +93,10 @@ class Rendezvous:
 
     def _wait(self, rank: int, timeout_s: float | None) -> None:
         """Sleep until the last has finished."""
-        if not self._bells[rank].acquire(timeout=-1 if timeout_s is None else timeout_s):
+        self.asleep[rank] = True
+        woken = self._bells[rank].acquire(timeout=-1 if timeout_s is None else timeout_s)
+        self.asleep[rank] = False
+        if not woken:
             message = f"rank {rank} waited over {timeout_s:g} s for the others in {self._calls[rank][0]}"
             self.abort(message)
             raise TimeoutError(message)
@@ -136,7 +140,13 @@ class ThreadComm:
         self.world_size = rendezvous.world_size
         self.epoch = rendezvous.epoch
         self.entered: Callable[[], None] | None = None
+        self.issued = 0
         self._rendezvous = rendezvous
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank sleeps until its peers come. Any thread."""
+        return self._rendezvous.asleep[self.rank]
 
     def all_reduce_(self, tensor: Tensor) -> None:
         self._collective(("all_reduce", tuple(tensor.shape), tensor.dtype), (tensor,), _sum)
@@ -165,6 +175,7 @@ class ThreadComm:
         self._rendezvous.abort("the communicator is closed")
 
     def _collective(self, call: Call, tensors: tuple[Tensor, ...], work: Callable[[PutDown], None]) -> None:
+        self.issued += 1
         self._rendezvous.meet(self.rank, call, tensors, work, entered=self.entered)
 
 

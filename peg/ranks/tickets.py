@@ -41,16 +41,17 @@ class Ticket:
 
 
 def _divergence(acks: Sequence[RankAck]) -> Cause | None:
-    """Sampled ids, digests and free rows must be the same everywhere."""
+    """Sampled ids, digests, free rows and the number of collectives must be the same everywhere."""
     first = acks[0]
     if all(
-        ack.token_ids == first.token_ids and ack.digest == first.digest and ack.free_rows == first.free_rows
+        (ack.token_ids, ack.digest, ack.free_rows, ack.collectives)
+        == (first.token_ids, first.digest, first.free_rows, first.collectives)
         for ack in acks
     ):
         return None
     told = []
     odd: set[int] = set()
-    for name in ("token_ids", "digest", "free_rows"):
+    for name in ("token_ids", "digest", "free_rows", "collectives"):
         sayings: dict[object, list[int]] = {}
         for ack in acks:
             sayings.setdefault(getattr(ack, name), []).append(ack.rank)

@@ -17,6 +17,7 @@ from tests.unit.tiny_group import SOON_S, TinyGroup, rank_threads, tiny_group
 
 STEPS = ("prefill", "chunk", "scored", "decode", "mixed")
 BOUND_S = 1.0
+KINDS = (FaultKind.RAISE, FaultKind.STALL)
 
 
 def plans(tiny: TinyGroup, step: str) -> list[StepPlan]:
@@ -40,7 +41,7 @@ def plans(tiny: TinyGroup, step: str) -> list[StepPlan]:
     return [before, struck, behind]
 
 
-@pytest.mark.parametrize(("kind", "point", "rank", "step"), list(product(FaultKind, FaultPoint, (0, 1, 2), STEPS)))
+@pytest.mark.parametrize(("kind", "point", "rank", "step"), list(product(KINDS, FaultPoint, (0, 1, 2), STEPS)))
 def test_fault_with_peers(kind: FaultKind, point: FaultPoint, rank: int, step: str, tmp_path: Path) -> None:
     """Three ranks: the first cause is right, an abort brings every rank back at once, and the step is lost."""
     with tiny_group(tmp_path, 3, enable_fault_injection=True) as tiny:

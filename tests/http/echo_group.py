@@ -1,6 +1,6 @@
 """Ranks that need no weights: each sequence says its prompt again, from the start, for ever.
 
-Everything else of the server is the product: engine, scheduler, supervisor, text and HTTP. With a temperature the
+A mask is kept to. Everything else of the server is the product: engine, scheduler, supervisor, text and HTTP. With a temperature the
 echo starts `seed` tokens into the prompt, so that seeds show.
 """
 
@@ -41,9 +41,14 @@ class Row:
         start = new.params.seed % len(new.prompt_ids) if new.params.temperature else 0
         return cls(new.prompt_ids, start, len(new.output_ids))
 
-    def say(self) -> int:
+    def say(self, mask: bytes | None) -> int:
+        """The next token of the echo; where the mask does not allow it, the lowest id that it does."""
         self.said += 1
-        return self.prompt_ids[(self.start + self.said - 1) % len(self.prompt_ids)]
+        token_id = self.prompt_ids[(self.start + self.said - 1) % len(self.prompt_ids)]
+        if mask is None or mask[token_id // 8] >> token_id % 8 & 1:
+            return token_id
+        bits = int.from_bytes(mask, "little")
+        return (bits & -bits).bit_length() - 1
 
 
 class EchoGroup:
@@ -71,7 +76,7 @@ class EchoGroup:
         self._beat = Heartbeat(0, "idle", -1, time.monotonic())
         self._thread = threading.Thread(target=self._work, name="echo-rank")
 
-    def start(self, deadline_s: float) -> EngineInfo:
+    def start(self, deadline_s: float, phases_s: object = None) -> EngineInfo:
         assert self.loaded.wait(deadline_s)
         self._thread.start()
         return self.info
@@ -135,7 +140,7 @@ class EchoGroup:
             del self._rows[row]
         for new in plan.new_rows:
             self._rows[new.row] = Row.of(new)
-        return tuple(self._rows[piece.row].say() for piece in plan.slices if piece.samples)
+        return tuple(self._rows[piece.row].say(piece.mask) for piece in plan.slices if piece.samples)
 
 
 def echo_info(config: EngineConfig) -> EngineInfo:

@@ -22,9 +22,9 @@ from peg.config import EngineConfig, ServerConfig
 from peg.deadlines import Deadlines
 from peg.engine import Engine
 from peg.failure import EngineState
+from peg.process_end import ProcessEnd
 from peg.server.run import listening, live
 from peg.server.service import Service
-from peg.supervisor import ProcessEnd
 from tests.http.echo_group import EchoGroup
 from tests.unit.small_tokenizers import byte_level
 

@@ -29,7 +29,7 @@ from peg.plan import (
     StepPlan,
     StepResult,
 )
-from peg.supervisor import ProcessEnd
+from peg.process_end import ProcessEnd
 
 INFO = EngineInfo(
     architecture="Fake",
@@ -67,7 +67,7 @@ class ToldGroup:
         self.issued = 0
         self.calls: list[str] = []
 
-    def start(self, deadline_s: float) -> EngineInfo:
+    def start(self, deadline_s: float, phases_s: object = None) -> EngineInfo:
         return INFO
 
     def run(self, plan: StepPlan) -> None:
@@ -345,7 +345,7 @@ async def test_rebuilt_engine_serves_again(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.wait_for(collect(lost), 2)
         assert lost.terminal is not None
         assert "boom" in str(lost.terminal.message)
-        await asyncio.wait_for(engine.admission(2), 3)
+        await asyncio.wait_for(engine.admission(), 3)
         assert engine.state is EngineState.READY
         group.on_result(StepResult(old.step, old.epoch, (1,)))
         kept = engine.submit(request("kept", max_tokens=1))

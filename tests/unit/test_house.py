@@ -27,6 +27,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "peg.text": ("peg.errors",),
     "peg.engine": (
         "peg.supervisor",
+        "peg.process_end",
         "peg.deadlines",
         "peg.masks",
         "peg.sched",
@@ -36,7 +37,9 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
         "peg.config",
         "peg.errors",
     ),
-    "peg.supervisor": ("peg.deadlines", "peg.failure", "peg.errors"),
+    "peg.supervisor": ("peg.watch", "peg.process_end", "peg.deadlines", "peg.failure", "peg.errors"),
+    "peg.watch": ("peg.deadlines", "peg.failure"),
+    "peg.process_end": (),
     "peg.deadlines": ("peg.plan",),
     "peg.masks": ("peg.sched", "peg.plan", "peg.errors"),
     "peg.plan": ("peg.errors",),
@@ -75,7 +78,13 @@ MUTABLE = frozenset(
     | {"Lock", "RLock", "Condition", "Event", "Semaphore", "Barrier", "local", "ContextVar", "Generator", "Random"}
     | {"Queue", "SimpleQueue", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary"}
 )
-BROAD_EXCEPT = ("peg/ranks/rank.py", "peg/engine.py", "peg/supervisor.py", "peg/server/errors.py")
+BROAD_EXCEPT = (
+    "peg/ranks/rank.py",
+    "peg/engine.py",
+    "peg/supervisor.py",
+    "peg/ranks/aborts.py",  # the supervisor's helpers
+    "peg/server/errors.py",
+)
 FOREIGN = ("peg/text/tokenizer.py",)  # the tokenizers library raises bare Exception: turned at once into peg's own
 
 
