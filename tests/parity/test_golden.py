@@ -41,7 +41,7 @@ def config(checkpoint: Path, dtype: str = "auto") -> EngineConfig:
 
 def test_a_second_one_has_the_same_bytes(checkpoint: Path, golden: Path, tmp_path: Path) -> None:
     """The tool in a process of its own writes what this process wrote."""
-    command = [sys.executable, ROOT / "tools/golden.py", checkpoint, tmp_path / "again.json", *SIZES]
+    command = [sys.executable, *map(str, (ROOT / "tools/golden.py", checkpoint, tmp_path / "again.json", *SIZES))]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     assert (tmp_path / "again.json").read_bytes() == golden.read_bytes()
 
