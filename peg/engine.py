@@ -61,7 +61,7 @@ class TokenStream:
     """The tokens of one request, read by `async for`; once that ends, `terminal` says how. Owned by the loop.
 
     The reader is woken for `wake_tokens` tokens or the end. Times are `time.monotonic()`: `started_s` is when the
-    first step with it was launched, `first_token_s` when its first token was committed.
+    first step with it was launched, `first_token_s` when its first token was committed, `ended_s` that of the terminal.
     """
 
     def __init__(self, engine: Engine, request: SequenceRequest) -> None:
@@ -72,6 +72,7 @@ class TokenStream:
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
         self.first_token_s: float | None = None
+        self.ended_s: float | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.terminal: Terminal | None = None
         self._engine = engine
@@ -91,23 +92,29 @@ class TokenStream:
     def put(self, update: Update) -> None:
         """Hand over what one commit brought for this sequence."""
         assert self.terminal is None, f"{self.request_id}: tokens after the terminal"
-        if self.first_token_s is None and update.token_ids:
-            self.first_token_s = time.monotonic()
         self._token_ids += update.token_ids
         self._logprobs += update.logprobs or [None] * len(update.token_ids)
         self.published_tokens += len(update.token_ids)
         self.prompt_logprobs += update.prompt_logprobs
-        self.terminal = update.terminal
+        if self.first_token_s is None and update.token_ids:
+            self.first_token_s = time.monotonic()
+        if update.terminal is not None:
+            self._end(update.terminal)
         self._notify()
+
+    def _end(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+        self.ended_s = time.monotonic()
 
     def fail(self, message: str) -> None:
         """End with FAILED, without the scheduler's help."""
-        self.terminal = Terminal(
+        terminal = Terminal(
             reason=FinishReason.FAILED,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.published_tokens,
             message=message,
         )
+        self._end(terminal)
         self._notify()
 
     def _notify(self) -> None:
@@ -136,6 +143,7 @@ class TokenStream:
 class EngineStats:
     """A reading of the engine, for metrics, the status line and health."""
 
+    info: EngineInfo
     state: EngineState
     epoch: int
     scheduler: SchedulerStats
@@ -268,6 +276,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A reading of now; costs nothing that grows with the load. Only after `start`."""
         return EngineStats(
+            info=self._info,
             state=self.state,
             epoch=self.epoch,
             scheduler=self._scheduler.stats(),

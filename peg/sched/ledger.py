@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from peg.plan import FinishReason, Terminal
 from peg.sched.sequence import Sequence
 
+_STEP_SIZES = 18  # the last one, of 131,072 tokens and more, is beyond any budget
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
     """Totals since the start. A prompt token counts once, however often it is computed.
 
     A refused request is in `finished` as REJECTED and was never admitted: `admitted` is the open sequences and all
-    other terminals together.
+    other terminals together. `steps_by_size[i]` counts the steps of up to 2 ** i tokens, and not of half as
+    many; together they had `step_tokens`.
     """
 
     admitted: int
@@ -21,6 +24,8 @@ class Counters:
     generated_tokens: int
     preemptions: int
     failed_steps: int
+    step_tokens: int
+    steps_by_size: tuple[int, ...]
     finished: dict[FinishReason, int]
 
 
@@ -35,6 +40,8 @@ class Ledger:
         self.generated_tokens = 0
         self.preemptions = 0
         self.failed_steps = 0
+        self._step_tokens = 0
+        self._steps_by_size = [0] * _STEP_SIZES
 
     @property
     def open(self) -> tuple[Sequence, ...]:
@@ -67,6 +74,11 @@ class Ledger:
             message=message,
         )
 
+    def step(self, tokens: int) -> None:
+        """A step with so many tokens was committed."""
+        self._step_tokens += tokens
+        self._steps_by_size[min((tokens - 1).bit_length(), _STEP_SIZES - 1)] += 1
+
     def counters(self) -> Counters:
         return Counters(
             admitted=self._admitted,
@@ -74,5 +86,7 @@ class Ledger:
             generated_tokens=self.generated_tokens,
             preemptions=self.preemptions,
             failed_steps=self.failed_steps,
+            step_tokens=self._step_tokens,
+            steps_by_size=tuple(self._steps_by_size),
             finished=dict(self._finished),
         )

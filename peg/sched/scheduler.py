@@ -168,6 +168,7 @@ class Scheduler:
         """Take in what the oldest step that is out has computed: one update for each sequence with news."""
         assert result.epoch == self._limits.epoch, (result.epoch, self._limits.epoch)
         issued = self._flight.land(result.step)
+        self._ledger.step(issued.plan.num_tokens)
         sampled = zip(result.token_ids, result.logprobs or repeat(None), strict=False)
         scored = result.prompt_logprobs or repeat(())
         updates: list[Update] = []

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from peg.engine import Output
-from peg.errors import RequestError
 from peg.server.form import Collected, Form, Usage
 from peg.server.generation import Choice, Finish, Generation, follow_all
 from peg.server.live import LiveRequest
 from peg.server.service import SERVICE, Service
 from peg.server.stream import EventStream
+
+_WHOLE_TOKENS = 64  # at once, for an answer that is not streamed: nobody waits for a token, and the loop for few
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +34,20 @@ async def answer(request: web.Request, generation: Generation, form: Form, deliv
         meter = _Meter(generation.prompt_tokens, choices)
         if delivery.streams:
             stream = EventStream(request)
-            await follow_all(choices, _EventSink(stream, form, meter, delivery.continuous_usage), service.engine)
+            sink = _EventSink(stream, form, meter, delivery.continuous_usage)
+            async with stream.kept_alive(service.config.keep_alive_s):
+                await follow_all(choices, sink, service.engine, service.config.stream_interval)
             return await stream.end(form.envelope.usage_event(meter.usage()) if delivery.usage_event else b"")
-        sink = _CollectingSink(choices)
-        await follow_all(choices, sink, service.engine)
-    return web.Response(body=form.whole(sink.choices, meter.usage()), content_type="application/json")
+        collected = _CollectingSink(choices)
+        await follow_all(choices, collected, service.engine, _WHOLE_TOKENS)
+    return web.Response(body=form.whole(collected.choices, meter.usage()), content_type="application/json")
 
 
 def _submit(service: Service, generation: Generation, live: LiveRequest) -> list[Choice]:
-    try:
+    """All sequences, or none of them."""
+    with service.counting_refusals():
+        service.engine.check_room(tuple(len(prompt.ids) for prompt in generation.prompts for _ in range(generation.n)))
         return generation.submit(service.engine, live, service.metrics)
-    except RequestError:
-        service.metrics.rejected()
-        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from peg.server import admin, chat, completions, probes, tokens
 from peg.server.auth import auth_middleware
 from peg.server.errors import error_middleware
 from peg.server.service import SERVICE, Service
+from peg.server.timeout import timeout_middleware
 from peg.server.trace import id_middleware, log_middleware, tell_request_id
 
 _STALL_CHECK_S = 1.0
@@ -20,7 +21,7 @@ _STALL_CHECK_S = 1.0
 def build_app(service: Service) -> web.Application:
     """The application over one service. It closes the engine when it is cleaned up; starting it is the runner's."""
     app = web.Application(
-        middlewares=[log_middleware, error_middleware, id_middleware, auth_middleware],
+        middlewares=[log_middleware, error_middleware, id_middleware, auth_middleware, timeout_middleware],
         client_max_size=service.config.max_body_bytes,
     )
     app[SERVICE] = service

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -123,12 +124,14 @@ class Choice:
         scores = [None, *self._stream.prompt_logprobs]
         return scores + [None] * (len(self.prompt.ids) - len(scores))
 
-    async def follow(self, sink: Sink) -> None:
-        """Hand everything to `sink` as it comes. Raises SequenceFailed where the sequence failed."""
+    async def follow(self, sink: Sink, tokens_at_once: int) -> None:
+        """Hand everything to `sink`: the first token as it comes, then so many at once.
+
+        Raises SequenceFailed where the sequence failed.
+        """
         async for output in self._stream:
-            count = len(output.token_ids)
-            self._last_s = self._metrics.tokens(count, self._last_s, first=not self.completion_tokens)
-            self.completion_tokens += count
+            self._count(len(output.token_ids))
+            self._stream.wake_tokens = tokens_at_once
             if (text := self._feed(output)) or self._tells_tokens:
                 await sink.piece(self, text, output)
         terminal = self._stream.terminal
@@ -139,6 +142,18 @@ class Choice:
         asked_for = terminal.stop_token_id in self._stop_token_ids  # the model's own end is no stop that was asked for
         stop = terminal.stop_token_id if asked_for else self._text.matched
         await sink.finish(self, tail, Finish(_REASONS[terminal.reason], stop))
+
+    def _count(self, tokens: int) -> None:
+        """Count tokens, and the time that they took since the ones before."""
+        now_s, first_s = time.monotonic(), self._stream.first_token_s
+        if not self.completion_tokens and first_s is not None:
+            self._metrics.first_token(first_s - self._last_s)
+            self._last_s = first_s
+            self.completion_tokens, tokens = 1, tokens - 1
+        if tokens:
+            self._metrics.more_tokens(tokens, now_s - self._last_s)
+            self._last_s = now_s
+        self.completion_tokens += tokens
 
     def _feed(self, output: Output) -> str:
         feed = self._text.feed
@@ -154,15 +169,18 @@ class SequenceFailed(Exception):
         super().__init__(terminal.message or str(terminal.reason))
 
 
-async def follow_all(choices: Sequence[Choice], sink: Sink, engine: Engine) -> None:
-    """Follow every choice to its end. The first failure ends the others and is raised as ApiError."""
+async def follow_all(choices: Sequence[Choice], sink: Sink, engine: Engine, tokens_at_once: int) -> None:
+    """Follow every choice to its end, by `tokens_at_once` tokens after its first.
+
+    The first failure ends the others and is raised as ApiError.
+    """
     try:
         if len(choices) == 1:
-            await choices[0].follow(sink)
+            await choices[0].follow(sink, tokens_at_once)
             return
         async with asyncio.TaskGroup() as group:
             for choice in choices:
-                group.create_task(choice.follow(sink))
+                group.create_task(choice.follow(sink, tokens_at_once))
     except SequenceFailed as error:
         raise _failure(error, engine) from None
     except ExceptionGroup as errors:

@@ -32,10 +32,12 @@ def admit_body(request: web.Request, body: GenerationRequest) -> ServedModel:
 
 
 def check_choices(service: Service, body: GenerationRequest, prompts: int) -> None:
-    """Refuse more choices than the server takes in one request."""
+    """Refuse more choices than the server takes in one request, and more than may wait now."""
     n, limit = body.n or 1, service.config.max_choices
     if n * prompts > limit:
         raise invalid(f"n {n} × {prompts} prompts: at most {limit} choices a request", "n")
+    with service.counting_refusals():
+        service.engine.check_room((1,) * (n * prompts))  # each has one token at least; nothing is tokenised in vain
 
 
 def details_of(request: web.Request, body: GenerationRequest, logprobs: int | None, field: str) -> Details:

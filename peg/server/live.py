@@ -71,9 +71,7 @@ class LiveRequests:
             yield live
         finally:
             live.cancel()
-            for stream in live.streams:
-                assert stream.terminal is not None, f"{stream.request_id} was cancelled and has no terminal"
-                self._metrics.ended(stream.terminal, live.arrived_s)
+            self._metrics.ended(live.streams, live.arrived_s)
             for request_id in ids:
                 del self._by_id[request_id]
             if not self._by_id:

@@ -104,6 +104,7 @@ async def _drain(service: Service) -> None:
 
 def _tell_ready(service: Service) -> None:
     info = service.engine.info
+    log.info("sampling defaults", **service.sampling_defaults())
     log.info(
         "ready",
         url=service.url,

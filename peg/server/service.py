@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import msgspec
 from aiohttp import web
 
 from peg.config import EngineConfig, ServerConfig
 from peg.engine import Engine, EngineStats
-from peg.errors import EngineUnavailable
+from peg.errors import EngineUnavailable, RequestError
 from peg.failure import EngineState
 from peg.plan import EngineInfo
 from peg.server.errors import ApiError
@@ -106,9 +109,25 @@ class Service:
             raise EngineUnavailable(f"the engine is {self.state}{cause}")
         return self._model
 
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Whatever the engine refuses in the body is counted, once."""
+        try:
+            yield
+        except RequestError:
+            self.metrics.rejected()
+            raise
+
     def read_engine(self) -> tuple[EngineState, EngineStats | None]:
         """The state, and a reading of the engine once it has started."""
         return self.state, None if self._model is None else self.engine.stats()
+
+    def sampling_defaults(self) -> dict[str, object]:
+        """What applies where a request says nothing, and where that comes from. Only once it is loaded."""
+        assert self._model is not None, "the model is not loaded"
+        found = msgspec.to_builtins(self._model.texts.defaults)
+        source = "generation_config.json; --generation-config none leaves it out"
+        return {**found, "source": source if self.config.generation_config == "auto" else "--generation-config none"}
 
     def new_seed(self) -> int:
         """A seed for a request that brings none: int64, not negative."""
