@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -17,8 +17,12 @@ from peg.server.form import Collected, Envelope, Usage, encode
 from peg.server.generation import Choice, Finish, Prompt
 from peg.server.intake import admit_body, check_choices, delivery_of, details_of, generation_of
 from peg.server.logprobs import Details, chat_logprobs, prompt_logprobs
+from peg.server.message_parts import MessageReader
 from peg.server.service import SERVICE, ServedModel
+from peg.server.structured import compile_grammar
+from peg.server.tools import Reading
 from peg.server.types import ChatRequest, Message, chat_decoder
+from peg.text.output_parser import OutputParser
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -29,9 +33,13 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     check_choices(request.app[SERVICE], body, 1)
     max_tokens = _max_tokens(body)
     details = replace(details_of(request, body, _logprobs(body), "top_logprobs"), echo=False)
-    prompt = await _prompt(body, model)
-    generation = generation_of(request, body, [prompt], max_tokens, details)
-    form = ChatForm(f"chatcmpl-{generation.request_id}", name, details)
+    reading = Reading.of(body, model)
+    text = _render(body, model, reading)
+    prompt = await _prompt(body, model, text)
+    generation = generation_of(request, body, [prompt], max_tokens, details, reading.kept_tokens)
+    grammar = await compile_grammar(body, model, reading.source(body, model, text))
+    form = ChatForm(f"chatcmpl-{generation.request_id}", name, details, lambda: reading.read(text))
+    generation = replace(generation, grammar=grammar)
     return await answer(request, generation, form, delivery_of(body))
 
 
@@ -45,8 +53,8 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     return [msgspec.to_builtins(message) for message in messages]
 
 
-async def _prompt(body: ChatRequest, model: ServedModel) -> Prompt:
-    """The conversation as ids. The template writes BOS itself, so the tokenizer adds nothing unless told to."""
+def _render(body: ChatRequest, model: ServedModel, reading: Reading) -> str:
+    """The conversation as text."""
     template = model.texts.template
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -54,12 +62,17 @@ async def _prompt(body: ChatRequest, model: ServedModel) -> Prompt:
             raise invalid("reasoning_effort: the model's chat template does not read it", "reasoning_effort")
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     continues = bool(body.continue_final_message)
-    text = template.render(
-        template_messages(body.messages),
+    return template.render(
+        reading.messages(template_messages(body.messages)),
+        tools=reading.template_tools(),
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
         variables=variables,
     )
+
+
+async def _prompt(body: ChatRequest, model: ServedModel, text: str) -> Prompt:
+    """The conversation as ids. The template writes BOS itself, so the tokenizer adds nothing unless told to."""
     ids = await model.texts.tokenizer.encode_async(
         text,
         context_tokens=model.info.max_model_len,
@@ -96,9 +109,12 @@ def _max_tokens(body: ChatRequest) -> int | None:
 class ChatForm:
     """How a chat completion is written."""
 
-    def __init__(self, answer_id: str, model: str, details: Details) -> None:
+    def __init__(self, answer_id: str, model: str, details: Details, parser: Callable[[], OutputParser | None]) -> None:
+        """`parser` makes what reads one choice's text; None where it is told as it is."""
         self.envelope = Envelope(answer_id, "chat.completion.chunk", model)
         self._details = details
+        self._parser = parser
+        self._readers: dict[int, MessageReader | None] = {}
 
     def opening(self, choice: Choice) -> bytes:
         """The role; the text that the answer continues, where it is repeated; the prompt's ids, where they are told."""
@@ -110,14 +126,33 @@ class ChatForm:
         return events
 
     def piece(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
-        if not self._details.tells_tokens:
+        reader = self._reader(choice)
+        if reader is None and not self._details.tells_tokens:
             return self.envelope.event(_content(choice.index, text), usage)
-        piece = {"delta": {"content": text}, "index": choice.index, "logprobs": None, "finish_reason": None}
-        return self.envelope.event(encode(self._tell(piece, output.token_ids, output.logprobs))[1:-1], usage)
+        deltas = [{"content": text}] if reader is None else reader.feed(text)
+        if not self._details.tells_tokens:
+            return b"".join(self.envelope.event(_piece(choice.index, delta), usage) for delta in deltas)
+        *others, last = deltas or [{}]  # the tokens go with the last of what they brought
+        events = [self.envelope.event(_piece(choice.index, delta), None) for delta in others]
+        piece: dict[str, object] = {"delta": last, "index": choice.index, "logprobs": None, "finish_reason": None}
+        told = encode(self._tell(piece, output.token_ids, output.logprobs))[1:-1]
+        return b"".join([*events, self.envelope.event(told, usage)])
 
     def closing(self, choice: Choice, text: str, finish: Finish, usage: Usage | None) -> bytes:
-        last = _choice(choice.index, "delta", {"content": text} if text else {}, finish)
-        return self.envelope.event(encode(last)[1:-1], usage)
+        reader = self._reader(choice)
+        if reader is None:
+            last = _choice(choice.index, "delta", {"content": text} if text else {}, finish)
+            return self.envelope.event(encode(last)[1:-1], usage)
+        events = [self.envelope.event(_piece(choice.index, delta), None) for delta in reader.finish(text)]
+        last = _choice(choice.index, "delta", {}, reader.ending(finish))
+        return b"".join([*events, self.envelope.event(encode(last)[1:-1], usage)])
+
+    def _reader(self, choice: Choice) -> MessageReader | None:
+        """What reads the choice's text, the same one from its first piece to its last."""
+        if choice.index not in self._readers:
+            parser = self._parser()
+            self._readers[choice.index] = None if parser is None else MessageReader(parser)
+        return self._readers[choice.index]
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         details, first = self._details, choices[0].choice
@@ -130,9 +165,13 @@ class ChatForm:
         return self.envelope.document("chat.completion", answers, usage, beside)
 
     def _whole(self, collected: Collected) -> dict[str, object]:
-        choice = collected.choice
-        message = {"role": "assistant", "content": choice.prompt.echo + collected.text, "refusal": None}
-        document = _choice(choice.index, "message", message, collected.ending)
+        choice, reader, finish = collected.choice, self._reader(collected.choice), collected.ending
+        text = choice.prompt.echo + collected.text
+        message: Mapping[str, object] = {"role": "assistant", "content": text, "refusal": None}
+        if reader is not None:
+            message = reader.message(text)
+            finish = reader.ending(finish)
+        document = _choice(choice.index, "message", message, finish)
         return self._tell(document, collected.token_ids, collected.scores)
 
     def _tell(
@@ -144,6 +183,10 @@ class ChatForm:
         if self._details.token_ids:
             document["token_ids"] = token_ids
         return document
+
+
+def _piece(index: int, delta: Mapping[str, object]) -> bytes:
+    return b'"delta":' + encode(delta) + b',"index":%d,"logprobs":null,"finish_reason":null' % index
 
 
 def _content(index: int, text: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from peg.server.generation import Choice, Finish, Prompt
 from peg.server.intake import admit_body, check_choices, delivery_of, details_of, generation_of
 from peg.server.logprobs import CompletionScores, Details, prompt_logprobs
 from peg.server.service import SERVICE, ServedModel
+from peg.server.structured import compile_grammar, source_of
 from peg.server.token_fields import checked_ids
 from peg.server.types import CompletionRequest, completion_decoder
 
@@ -35,6 +37,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     details = details_of(request, body, body.logprobs, "logprobs")
     max_tokens = _max_tokens(body, prompts, model.info.max_model_len)
     generation = generation_of(request, body, prompts, max_tokens, details)
+    generation = replace(generation, grammar=await compile_grammar(body, model, source_of(body)))
     form = CompletionForm(f"cmpl-{generation.request_id}", name, details)
     return await answer(request, generation, form, delivery_of(body))
 

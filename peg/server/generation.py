@@ -16,6 +16,7 @@ from peg.server.live import LiveRequest
 from peg.server.logprobs import Details
 from peg.server.metrics import Metrics
 from peg.server.sampling import choice_seed
+from peg.text.grammar import TokenGrammar
 from peg.text.stops import OutputRules
 
 _REASONS: Mapping[FinishReason, str] = {
@@ -35,7 +36,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What a request asks for, checked. Its choices are prompt-major: index = prompt · n + sample."""
+    """What a request asks for, checked. Its choices are prompt-major: index = prompt · n + sample.
+
+    Each choice has a copy of the grammar, as it is at its start.
+    """
 
     request_id: str
     prompts: Sequence[Prompt]
@@ -47,6 +51,7 @@ class Generation:
     rules: OutputRules
     details: Details
     priority: int
+    grammar: TokenGrammar | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,7 +65,8 @@ class Generation:
         for prompt in self.prompts:
             for sample in range(self.n):
                 request = self._sequence(len(choices), prompt, sample)
-                stream = engine.submit(request, self.rules.matcher())
+                grammar = None if self.grammar is None else self.grammar.copy()
+                stream = engine.submit(request, self.rules.matcher(), grammar)
                 live.streams.append(stream)
                 choices.append(Choice(len(choices), prompt, stream, self, metrics, live.arrived_s))
         return choices

@@ -64,8 +64,12 @@ def generation_of(
     prompts: Sequence[Prompt],
     max_tokens: int | None,
     details: Details,
+    keep: Sequence[str] = (),
 ) -> Generation:
-    """What the engine is asked for. Everything that the engine checks itself is left to it."""
+    """What the engine is asked for. Everything that the engine checks itself is left to it.
+
+    The special tokens in `keep` stay in the text, for whoever parses it.
+    """
     service = request.app[SERVICE]
     model = service.model()
     texts = model.texts
@@ -79,17 +83,19 @@ def generation_of(
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
-        rules=_output_rules(body, model, stop_token_ids),
+        rules=_output_rules(body, model, stop_token_ids, keep),
         details=details,
         priority=body.priority or 0,
     )
 
 
-def _output_rules(body: GenerationRequest, model: ServedModel, stop_token_ids: frozenset[int]) -> OutputRules:
+def _output_rules(
+    body: GenerationRequest, model: ServedModel, stop_token_ids: frozenset[int], keep: Sequence[str]
+) -> OutputRules:
     """How the tokens become text. A token that ends a choice gives none, unless it is asked for."""
     skipped: frozenset[int] = frozenset()
     if body.skip_special_tokens is not False:
-        skipped |= model.texts.tokenizer.skipped_ids()
+        skipped |= model.texts.tokenizer.skipped_ids(keep)
     if not body.include_stop_str_in_output:
         skipped |= stop_token_ids if body.ignore_eos else stop_token_ids.union(model.info.eos_token_ids)
     return OutputRules(

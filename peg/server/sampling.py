@@ -22,11 +22,7 @@ _LOWEST_TEMPERATURE = 0.01  # below it the softmax of bf16 logits overflows; 0 i
 # Fields that are known but not built: the values that change nothing are accepted, every other one is refused.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "cache_salt": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "chat_template": (),

@@ -23,6 +23,7 @@ from peg.server.live import LiveRequests
 from peg.server.metrics import Metrics
 from peg.server.sampling import SamplingDefaults
 from peg.text.chat import ChatTemplate
+from peg.text.grammar import GrammarCompiler
 from peg.text.tokenizer import Tokenizer
 
 
@@ -47,6 +48,7 @@ class ServedModel:
 
     names: tuple[str, ...]
     texts: ModelTexts
+    grammars: GrammarCompiler
     info: EngineInfo
     created_s: int
 
@@ -88,7 +90,8 @@ class Service:
             if isinstance(outcome, BaseException):
                 raise outcome
         assert isinstance(texts, ModelTexts)
-        self._model = ServedModel(self.names, texts, self.engine.info, int(time.time()))
+        grammars = await asyncio.to_thread(_grammars, texts.tokenizer, self.engine.info)
+        self._model = ServedModel(self.names, texts, grammars, self.engine.info, int(time.time()))
 
     @property
     def url(self) -> str:
@@ -132,6 +135,15 @@ class Service:
     def new_seed(self) -> int:
         """A seed for a request that brings none: int64, not negative."""
         return self._random.getrandbits(63)
+
+
+def _grammars(tokenizer: Tokenizer, info: EngineInfo) -> GrammarCompiler:
+    return GrammarCompiler(
+        tokenizer,
+        vocab_size=info.vocab_size,
+        end_ids=info.eos_token_ids,
+        forbidden_ids=info.forbidden_token_ids,
+    )
 
 
 SERVICE = web.AppKey("service", Service)

@@ -24,6 +24,38 @@ class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class TextFormat(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="text"):
+    """`response_format` for any text."""
+
+
+class JsonFormat(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_object"):
+    """`response_format` for any JSON object."""
+
+
+class NamedSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A JSON schema with a name. It is always enforced, whatever `strict` says."""
+
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class SchemaFormat(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """`response_format` for JSON that fits a schema."""
+
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`structured_outputs`: what the whole answer must be. One of them."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+
+
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions have in common."""
 
@@ -55,8 +87,8 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: TextFormat | JsonFormat | SchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -79,19 +111,67 @@ class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
     text: str
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a model has called: `arguments` is JSON text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallMade(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A tool call of an earlier answer, sent back."""
+
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    id: str | None = None
+    index: int | None = None
+
+
 class Message(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One message of a conversation, as a request brings it. Fields that answers carry may be sent back as null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[CallMade] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
     function_call: dict[str, Any] | None = None
+
+
+FunctionName: TypeAlias = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A function that the model may call. With `strict` its calls fit the schema; otherwise the model is only told."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The function that must be called."""
+
+    name: FunctionName
+
+
+class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`tool_choice` for one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -101,8 +181,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     service_tier: str | None = None

@@ -61,4 +61,4 @@ def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
             raise InvalidRequest(f"arguments are not JSON: {error}", f"{path}.function.arguments") from None
     if not isinstance(arguments, dict):
         raise InvalidRequest("arguments must be a JSON object", f"{path}.function.arguments")
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    return {"type": "function", **call, "function": {**call["function"], "arguments": arguments}}

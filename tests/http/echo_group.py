@@ -1,11 +1,12 @@
 """Ranks that need no weights: each sequence says its prompt again, from the start, for ever.
 
-A mask is kept to. Everything else of the server is the product: engine, scheduler, supervisor, text and HTTP. With a temperature the
-echo starts `seed` tokens into the prompt, so that seeds show.
+Everything else of the server is the product: engine, scheduler, supervisor, text and HTTP. With a temperature the
+echo starts `seed` tokens into the prompt, so that seeds show. Where a mask forbids the echo, it says something else.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -21,6 +22,7 @@ from peg.plan import (
     NewRow,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
 
 # Ids of the small byte-level tokenizer: its turns' first and last token, and one that no prompt may hold.
@@ -28,6 +30,8 @@ BOS = 291
 EOS = 292
 FORBIDDEN = 294
 PADDED_VOCABULARY = 304
+IMPOSSIBLE = 7  # its logprob is −inf
+BLANKS = 33  # the ids below it are control characters and the space
 
 
 @dataclass(slots=True)
@@ -35,19 +39,21 @@ class Row:
     prompt_ids: tuple[int, ...]
     start: int
     said: int
+    logprobs: int | None
 
     @classmethod
     def of(cls, new: NewRow) -> Row:
         start = new.params.seed % len(new.prompt_ids) if new.params.temperature else 0
-        return cls(new.prompt_ids, start, len(new.output_ids))
+        return cls(new.prompt_ids, start, len(new.output_ids), new.params.logprobs)
 
     def say(self, mask: bytes | None) -> int:
-        """The next token of the echo; where the mask does not allow it, the lowest id that it does."""
+        """The next token of the echo; or what the mask allows, the lowest id that is no blank if it may."""
         self.said += 1
         token_id = self.prompt_ids[(self.start + self.said - 1) % len(self.prompt_ids)]
         if mask is None or mask[token_id // 8] >> token_id % 8 & 1:
             return token_id
         bits = int.from_bytes(mask, "little")
+        bits = bits >> BLANKS << BLANKS or bits
         return (bits & -bits).bit_length() - 1
 
 
@@ -122,7 +128,8 @@ class EchoGroup:
             self.steps += 1
             if self._struck(plan):
                 return
-            self._on_result(StepResult(plan.step, plan.epoch, self._tokens(plan)))
+            tokens = self._tokens(plan)
+            self._on_result(StepResult(plan.step, plan.epoch, tokens, self._scores(plan, tokens), scored_prompt(plan)))
             self._beat = Heartbeat(0, "idle", plan.step, time.monotonic())
 
     def _struck(self, plan: StepPlan) -> bool:
@@ -141,6 +148,25 @@ class EchoGroup:
         for new in plan.new_rows:
             self._rows[new.row] = Row.of(new)
         return tuple(self._rows[piece.row].say(piece.mask) for piece in plan.slices if piece.samples)
+
+
+    def _scores(self, plan: StepPlan, tokens: tuple[int, ...]) -> tuple[TokenLogprobs | None, ...]:
+        counts = [self._rows[piece.row].logprobs for piece in plan.slices if piece.samples]
+        pairs = zip(tokens, counts, strict=True)
+        return tuple(None if count is None else score(token_id, count) for token_id, count in pairs)
+
+
+def scored_prompt(plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    return tuple(tuple(score(target, piece.prompt_logprobs) for target in piece.targets) for piece in plan.slices)
+
+
+def score(token_id: int, count: int) -> TokenLogprobs:
+    """The next id is always the likeliest, then comes the token itself, unless it is the one that cannot be."""
+    if token_id == IMPOSSIBLE:
+        return TokenLogprobs(token_id, -math.inf, PADDED_VOCABULARY, ((0, -0.5), (1, -math.inf))[:count])
+    others = tuple((2 * place, -2.0 - place) for place in range(max(0, count - 2)))
+    top = ((token_id + 1, -0.5), (token_id, -1.5), *others)[:count]
+    return TokenLogprobs(token_id, -1.5, 2, top)
 
 
 def echo_info(config: EngineConfig) -> EngineInfo:

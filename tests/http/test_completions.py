@@ -246,7 +246,7 @@ def test_content_may_come_in_parts_and_roles_are_known(server: Server) -> None:
         {"role": "tool", "tool_call_id": "1", "content": "c"},
     ]
     answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 50})
-    assert choice(answer)["message"]["content"].startswith("abthe\ncatc")
+    assert choice(answer)["message"]["content"].startswith('abthe\ncat<tool_call>[{"name": "f"')
 
 
 def test_fields_that_change_nothing_are_taken(server: Server) -> None:

@@ -237,7 +237,7 @@ def test_tool_call_arguments_are_mappings() -> None:
     for arguments, expected in (('{"a": [1]}', {"a": [1]}), ("", {}), ({"b": 2}, {"b": 2})):
         call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
         seen = shown({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]
-        assert seen == {"id": "1", "function": {"name": "f", "arguments": expected}}
+        assert seen == {"id": "1", "type": "function", "function": {"name": "f", "arguments": expected}}
 
 
 @pytest.mark.parametrize("call", [{}, {"function": 7}, {"function": {"name": 1}}, 7])
