@@ -44,7 +44,8 @@ class _Call:
     """One call of the dense kernel: slices of equal length over keys gathered from `blocks`, int64 [slices · width].
 
     Of each slice's gathered keys, `keys` tokens from `first` on are used. `unseen`, int64, are those among all
-    gathered that must not be looked at; `mask` [slices, 1, queries, keys] is 0 or −inf.
+    gathered that must not be looked at; `mask` [slices, 1, queries, keys] is 0 or −inf. Where `run` is not None the
+    blocks are those from `run` on, one after the other, and need not be gathered.
     """
 
     start: int
@@ -56,6 +57,7 @@ class _Call:
     causal: bool = False
     unseen: Tensor | None = None
     mask: Tensor | None = None
+    run: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ def _plan_slice(start: int, queries: int, context: int, table: Tensor, k_cache: 
     if queries > 1 and not causal:
         age = torch.arange(context - queries, context)[:, None] - torch.arange(oldest, context)
         mask = _minus_inf(age < 0 if window is None else (age < 0) | (age >= window), k_cache.dtype)[None, None]
-    return _Call(start, 1, queries, blocks, oldest - first * block, keys, causal and queries > 1, mask=mask)
+    run = int(blocks[0]) if bool((blocks.diff() == 1).all()) else None
+    return _Call(start, 1, queries, blocks, oldest - first * block, keys, causal and queries > 1, mask=mask, run=run)
 
 
 def _plan_decodes(start: int, contexts: tuple[int, ...], tables: Tensor, k_cache: Tensor, window: int | None) -> _Call:
@@ -165,6 +168,9 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _Call, scale: flo
 
 
 def _gather(cache: Tensor, call: _Call) -> Tensor:
+    if call.run is not None:
+        rows = cache.flatten(0, 1).narrow(0, call.run * cache.shape[1] + call.first, call.keys)
+        return rows.transpose(0, 1)[None]
     rows = cache.index_select(0, call.blocks).view(-1, *cache.shape[2:])
     if call.unseen is not None:
         rows.index_fill_(0, call.unseen, 0)

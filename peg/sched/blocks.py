@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 
 class BlockPool:
@@ -36,9 +36,12 @@ class BlockPool:
             self._holders[block] = 1
         return taken
 
-    def give(self, block_ids: Iterable[int]) -> None:
-        """One holder fewer for each block; a block without a holder is free."""
-        for block in block_ids:
+    def give(self, block_ids: Sequence[int]) -> None:
+        """One holder fewer for each block; a block without a holder is free.
+
+        The first of them is the next to be taken, so that what was consecutive is so again: a CPU reads it in place.
+        """
+        for block in reversed(block_ids):
             holders = self._holders[block] - 1
             assert holders >= 0, f"block {block} given back, held by nobody"
             self._holders[block] = holders
