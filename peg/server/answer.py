@@ -89,16 +89,19 @@ class _EventSink:
         self._opened: set[int] = set()
 
     async def piece(self, choice: Choice, text: str, output: Output) -> None:
-        await self._send(choice, self._form.piece(choice, text, output, self._usage()))
+        opening = self._opening(choice)
+        await self._stream.send(opening + self._form.piece(choice, text, output, self._usage()))
 
     async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
-        await self._send(choice, self._form.closing(choice, text, finish, self._usage()))
+        opening = self._opening(choice)
+        await self._stream.send(opening + self._form.closing(choice, text, finish, self._usage()))
 
     def _usage(self) -> Usage | None:
         return self._meter.usage() if self._tells_usage else None
 
-    async def _send(self, choice: Choice, event: bytes) -> None:
-        if choice.index not in self._opened:
-            self._opened.add(choice.index)
-            event = self._form.opening(choice) + event
-        await self._stream.send(event)
+    def _opening(self, choice: Choice) -> bytes:
+        """What goes before a choice's first event. It comes first in the form's book-keeping too."""
+        if choice.index in self._opened:
+            return b""
+        self._opened.add(choice.index)
+        return self._form.opening(choice)

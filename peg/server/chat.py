@@ -22,13 +22,14 @@ from peg.server.service import SERVICE, ServedModel
 from peg.server.structured import compile_grammar
 from peg.server.tools import Reading
 from peg.server.types import ChatRequest, Message, chat_decoder
+from peg.text.chat import ChatTemplate
 from peg.text.output_parser import OutputParser
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     body = await read_body(request, chat_decoder)
-    model = admit_body(request, body)
+    model = _with_template(request, body, admit_body(request, body))
     name = model.check_name(body.model)
     check_choices(request.app[SERVICE], body, 1)
     max_tokens = _max_tokens(body)
@@ -41,6 +42,16 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     form = ChatForm(f"chatcmpl-{generation.request_id}", name, details, lambda: reading.read(text))
     generation = replace(generation, grammar=grammar)
     return await answer(request, generation, form, delivery_of(body))
+
+
+def _with_template(request: web.Request, body: ChatRequest, model: ServedModel) -> ServedModel:
+    """The model, with the request's own template where it brings one and may."""
+    if body.chat_template is None:
+        return model
+    if not request.app[SERVICE].config.trust_request_chat_template:
+        raise invalid("chat_template: only with --trust-request-chat-template", "chat_template", "unsupported_value")
+    template = ChatTemplate.from_source(body.chat_template, model.texts.tokenizer.special_tokens)
+    return replace(model, texts=replace(model.texts, template=template))
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:

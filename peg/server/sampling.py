@@ -25,7 +25,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "cache_salt": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "chat_template": (),
     "suffix": ("",),
 }
 

@@ -58,7 +58,10 @@ class Row:
 
 
 class EchoGroup:
-    """In RankGroup's place. `step_s` is how long a step takes; no step is done while `go` is cleared."""
+    """In RankGroup's place. `step_s` is how long a step takes; no step is done while `go` is cleared.
+
+    `seen` are the rows that it was told of.
+    """
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class EchoGroup:
         self.loaded = threading.Event()
         self.loaded.set()
         self.steps = 0
+        self.seen: list[NewRow] = []
         self.info = echo_info(config)
         self._on_result = on_result
         self._on_failure = on_failure
@@ -147,8 +151,8 @@ class EchoGroup:
             del self._rows[row]
         for new in plan.new_rows:
             self._rows[new.row] = Row.of(new)
+            self.seen.append(new)
         return tuple(self._rows[piece.row].say(piece.mask) for piece in plan.slices if piece.samples)
-
 
     def _scores(self, plan: StepPlan, tokens: tuple[int, ...]) -> tuple[TokenLogprobs | None, ...]:
         counts = [self._rows[piece.row].logprobs for piece in plan.slices if piece.samples]
