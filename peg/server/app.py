@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from peg.server import admin, chat, completions, probes, tokens
 from peg.server.auth import auth_middleware
 from peg.server.errors import error_middleware
+from peg.server.openapi import serve_document
+from peg.server.routes import ROUTES
 from peg.server.service import SERVICE, Service
 from peg.server.timeout import timeout_middleware
 from peg.server.trace import id_middleware, log_middleware, tell_request_id
@@ -25,23 +26,11 @@ def build_app(service: Service) -> web.Application:
         client_max_size=service.config.max_body_bytes,
     )
     app[SERVICE] = service
-    app.add_routes(
-        [
-            web.get("/health", probes.health),
-            web.get("/version", probes.show_version),
-            web.get("/metrics", probes.show_metrics),
-            web.get("/v1/models", probes.list_models),
-            web.get("/v1/models/{id:.+}", probes.show_model),
-            web.post("/v1/completions", completions.create_completion),
-            web.post("/v1/chat/completions", chat.create_chat_completion),
-            web.post("/v1/requests/{id}/cancel", probes.cancel_request),
-            web.delete("/v1/requests/{id}", probes.cancel_request),
-            web.post("/tokenize", tokens.tokenize),
-            web.post("/detokenize", tokens.detokenize),
-            web.get("/admin/health", admin.admin_health),
-            web.post("/admin/fault", admin.inject_fault),
-        ]
-    )
+    app.router.add_get("/openapi.json", serve_document(ROUTES))
+    for route in ROUTES:
+        app.router.add_route(route.method, route.path, route.handler)
+        if route.method == "GET":
+            app.router.add_route("HEAD", route.path, route.handler)
     app.on_response_prepare.append(tell_request_id)
     app.cleanup_ctx.append(_engine_life)
     app.cleanup_ctx.append(_stalled_readers)

@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 from peg.server.errors import ApiError
 from peg.server.service import SERVICE
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json"})
 _FORWARDED = ("Forwarded", "X-Forwarded-For")
 
 

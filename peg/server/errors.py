@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import msgspec
 import structlog
@@ -15,6 +16,24 @@ from peg.server.stream import STREAM, EventStream
 log = structlog.get_logger("peg.server")
 
 _RETRY_AFTER: Mapping[str, str] = {"Retry-After": "1"}
+
+
+ErrorType: TypeAlias = Literal["invalid_request_error", "not_found_error", "rate_limit_error", "server_error"]
+
+
+class ErrorFields(msgspec.Struct, frozen=True):
+    """What an error answer says: `code` is one snake_case word, `param` the path of the field at fault."""
+
+    message: str
+    type: ErrorType
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The document of an error answer."""
+
+    error: ErrorFields
 
 
 class ApiError(Exception):
@@ -36,16 +55,17 @@ class ApiError(Exception):
         self.headers = headers
 
     @property
-    def type(self) -> str:
+    def type(self) -> ErrorType:
         """One of the four words that clients know."""
         if self.status >= 500:
             return "server_error"
-        return {404: "not_found_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        if self.status == 404:
+            return "not_found_error"
+        return "rate_limit_error" if self.status == 429 else "invalid_request_error"
 
     def body(self) -> bytes:
         """The JSON document, `{"error": {…}}`."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(ErrorBody(ErrorFields(self.message, self.type, self.param, self.code)))
 
     def response(self) -> web.Response:
         """The whole answer."""
