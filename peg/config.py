@@ -53,6 +53,7 @@ class EngineConfig:
     startup_timeout_s: float = 600.0
     on_failure: str = "exit"
     rebuild_admission: str = "refuse"
+    rebuild_limit: int = 3
     enable_fault_injection: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +70,9 @@ class EngineConfig:
         _at_least("--step-timeout", self.step_timeout_s, 0.01)
         _one_of("--on-failure", self.on_failure, ON_FAILURE)
         _one_of("--rebuild-admission", self.rebuild_admission, REBUILD_ADMISSION)
+        if self.rebuild_admission == "wait" and self.on_failure != "rebuild":
+            raise ConfigError(f"--rebuild-admission wait: only with --on-failure rebuild, not {self.on_failure}")
+        _at_least("--rebuild-limit", self.rebuild_limit, 0)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: must be in (0, 1]")

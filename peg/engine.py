@@ -37,7 +37,8 @@ from peg.process_end import ProcessEnd
 from peg.ranks.group import RankGroup
 from peg.sched.limits import SchedulerLimits
 from peg.sched.scheduler import Scheduler, SchedulerStats, Update
-from peg.supervisor import EngineDoors, Supervisor, Vitals
+from peg.supervisor import EngineDoors, Supervisor
+from peg.vitals import Vitals
 
 log = structlog.get_logger("peg.engine")
 
@@ -179,7 +180,9 @@ class Engine:
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._turn_due = False
         self._reopened = asyncio.Event()
-        limits = deadlines or Deadlines(step_cap_s=config.step_timeout_s, start_s=config.startup_timeout_s)
+        limits = deadlines or Deadlines(
+            step_cap_s=config.step_timeout_s, start_s=config.startup_timeout_s, rebuild_limit=config.rebuild_limit
+        )
         doors = EngineDoors(
             answer_everyone=lambda cause: self._from_thread(self._answer_everyone, str(cause)),
             begin_epoch=lambda epoch: self._from_thread(self._begin_epoch, epoch),

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -19,8 +19,9 @@ import structlog
 
 from peg.deadlines import Deadlines, StepClock
 from peg.errors import RankError
-from peg.failure import Cause, CauseKind, EngineState, Heartbeat
+from peg.failure import Cause, CauseKind, EngineState
 from peg.process_end import ProcessEnd
+from peg.vitals import Rebuild, Vitals
 from peg.watch import RankPort, Watch
 
 log = structlog.get_logger("peg.supervisor")
@@ -28,15 +29,6 @@ log = structlog.get_logger("peg.supervisor")
 _PUBLISHING = (EngineState.READY, EngineState.DRAINING)
 _NEVER_REBUILT = (CauseKind.RANK_DIED, CauseKind.SUPERVISOR_FAILED, CauseKind.OPERATOR_STOP)
 _REARM_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuild:
-    """One time that the engine was rebuilt: the epoch that began, why, and how long clients were refused."""
-
-    epoch: int
-    cause: Cause
-    took_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +43,6 @@ class EngineDoors:
     answer_everyone: Callable[[Cause], None]
     begin_epoch: Callable[[int], None]
     end: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vitals:
-    """A reading of the supervisor: what is true of the engine whatever state it is in.
-
-    `step_s` is how long the oldest step in flight has taken, None where there is none; `step_limit_s` what it may take.
-    `failures` counts first causes by kind and rank.
-    """
-
-    state: EngineState
-    epoch: int
-    cause: Cause | None
-    secondary: tuple[Cause, ...]
-    heartbeats: tuple[Heartbeat, ...]
-    step: int | None
-    step_s: float | None
-    step_limit_s: float
-    failures: Mapping[tuple[CauseKind, int | None], int]
-    rebuilt: tuple[Rebuild, ...]
-
-    @property
-    def stalled(self) -> bool:
-        """Whether a step has taken more than half of what it may: nothing is known to be wrong, but little is right."""
-        return self.step_s is not None and self.step_s > self.step_limit_s / 2
 
 
 class Supervisor:
@@ -221,7 +188,6 @@ class Supervisor:
             self._supervise()
         except Exception as error:  # the supervisor's own failure must not leave a process that nobody watches
             self.fail(Cause(kind=CauseKind.SUPERVISOR_FAILED, message=repr(error), traceback=traceback.format_exc()))
-            log.exception("the supervisor failed")
             self._close_without_watch()
 
     def _supervise(self) -> None:

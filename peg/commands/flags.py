@@ -53,19 +53,6 @@ def _flag(config: type[EngineConfig | ServerConfig], spelling: str, field: str, 
     )
 
 
-def _unbuilt(spelling: str, text: str, why: str, built: str | None = None, choices: tuple[str, ...] = ()) -> _Decorator:
-    """An option that is known and not there yet: refused with the reason, except at the value that is built."""
-
-    def refuse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
-        if value is not None and value != built:
-            raise ConfigError(f"{spelling} {value}: {why}")
-
-    kind = click.Choice(choices) if choices else None
-    return click.option(
-        spelling, type=kind, default=built, show_default=True, expose_value=False, callback=refuse, help=text
-    )
-
-
 def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
     """Let a TOML file of flags (`tensor-parallel-size = 3`) stand behind the command line."""
     if path is None:
@@ -178,8 +165,21 @@ server_flags = _together(
         is_flag=True,
         help="Let a request bring its own chat template, which runs in a sandbox.",
     ),
-    _unbuilt("--on-failure", "What follows a failure.", "only exit is there yet", "exit", ON_FAILURE),
-    _unbuilt("--rebuild-admission", "Requests meanwhile.", "only refuse is there yet", "refuse", REBUILD_ADMISSION),
+    _flag(
+        EngineConfig,
+        "--on-failure",
+        "on_failure",
+        click.Choice(ON_FAILURE),
+        "rebuild: begin again with the weights that are loaded; what was open has failed.",
+    ),
+    _flag(
+        EngineConfig,
+        "--rebuild-admission",
+        "rebuild_admission",
+        click.Choice(REBUILD_ADMISSION),
+        "Requests that come meanwhile: a 503, or they wait.",
+    ),
+    _flag(EngineConfig, "--rebuild-limit", "rebuild_limit", int, "Rebuilds within 10 minutes; then exit code 70."),
     click.option("--enable-fault-injection", is_flag=True, help="Open POST /admin/fault. Not for production."),
 )
 synth_flags = _together(

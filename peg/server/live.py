@@ -85,6 +85,13 @@ class LiveRequests:
         live.cancel()
         return True
 
+    def cancel_all(self) -> int:
+        """End every live request; how many there were."""
+        every = set(self._by_id.values())
+        for live in every:
+            live.cancel()
+        return len(every)
+
     def drop_stalled(self, limit_s: float) -> int:
         """Cut the connection of every stream whose reader has taken nothing for `limit_s`; how many there were."""
         now = time.monotonic()

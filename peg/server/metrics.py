@@ -6,7 +6,7 @@ Names are vLLM's with the prefix `peg:`, so that dashboards and alerts need no m
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -17,6 +17,8 @@ from peg.engine import TokenStream
 from peg.plan import FinishReason
 from peg.server.engine_metrics import EngineCollector, ReadEngine
 from peg.server.histogram import Histogram
+from peg.server.vitals_metrics import VitalsCollector
+from peg.vitals import Vitals
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10, 80)
@@ -34,7 +36,7 @@ _FINISHED: Mapping[FinishReason, str] = {
 class Metrics:
     """Counts what the server sees; what the engine counts is read when somebody asks. Owned by the loop."""
 
-    def __init__(self, read: ReadEngine, model_name: str) -> None:
+    def __init__(self, read: ReadEngine, read_vitals: Callable[[], Vitals], model_name: str) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._first_token = _histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._gap = _histogram("inter_token_latency_seconds", "From one token to the next.", _GAPS)
@@ -54,6 +56,7 @@ class Metrics:
         for process in (ProcessCollector, PlatformCollector, GCCollector):
             process(registry=self._registry)
         self._registry.register(EngineCollector(read, self._labels))
+        self._registry.register(VitalsCollector(read_vitals))
         self._registry.register(
             _Histograms([each for each in vars(self).values() if isinstance(each, Histogram)], self._labels)
         )

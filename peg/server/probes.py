@@ -10,15 +10,14 @@ from aiohttp import web
 from peg.failure import EngineState
 from peg.server.errors import ApiError
 from peg.server.form import encode
+from peg.server.health import short_health
 from peg.server.service import SERVICE, Service
 
 
 async def health(request: web.Request) -> web.Response:
     """200 while requests are taken, idle or busy; 503 otherwise, with the state and the first cause."""
-    service = request.app[SERVICE]
-    cause = service.engine.cause
-    document = {"status": service.state, "cause": None if cause is None else str(cause)}
-    return _json(document, 200 if service.state is EngineState.READY else 503)
+    document = short_health(request.app[SERVICE])
+    return _json(document, 200 if document["status"] == EngineState.READY else 503)
 
 
 async def show_version(_request: web.Request) -> web.Response:

@@ -40,10 +40,10 @@ def serve(sock: socket.socket, engine_config: EngineConfig, config: ServerConfig
 
 
 async def _serve(sock: socket.socket, engine_config: EngineConfig, config: ServerConfig) -> int:
-    stop = _stop_on_signal()
     service = Service(Engine(engine_config), engine_config, config, sock.getsockname()[:2])
+    _stop_on_signal(service.stop)
     async with listening(service, sock):
-        return await live(service, stop)
+        return await live(service)
 
 
 @contextlib.asynccontextmanager
@@ -62,10 +62,10 @@ async def listening(service: Service, sock: socket.socket) -> AsyncIterator[None
         await runner.cleanup()
 
 
-async def live(service: Service, stop: asyncio.Event) -> int:
-    """Load, serve until `stop` or a failure, drain; the exit code. Until it is loaded the listener answers 503."""
+async def live(service: Service) -> int:
+    """Load, serve until a stop or a failure, drain; the exit code. Until it is loaded the listener answers 503."""
     starting = asyncio.create_task(service.start())
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(service.stop.wait())
     ended = asyncio.create_task(service.engine.ended())
     tasks = [starting, stopping, ended]
     try:
@@ -119,19 +119,20 @@ def _tell_ready(service: Service) -> None:
     )
 
 
-def _stop_on_signal() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT. A second one ends the process with 128 + its number."""
-    stop = asyncio.Event()
+def _stop_on_signal(stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT sets `stop`. A second one ends the process with 128 + its number."""
+    told = False
 
     def on_signal(number: int) -> None:
-        if stop.is_set():
+        nonlocal told
+        if told:
             log.warning("second signal: ending at once", signal=signal.Signals(number).name)
             logging.shutdown()
             sys.stderr.flush()
             os._exit(128 + number)
+        told = True
         log.info("signal", signal=signal.Signals(number).name)
         stop.set()
 
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    return stop

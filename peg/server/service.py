@@ -74,9 +74,11 @@ class Service:
         self.engine = engine
         self.config = config
         self.address = address
+        self.stop = asyncio.Event()  # set once somebody wants the server to drain and end
         self.fault_injection = engine_config.enable_fault_injection
+        self.waits_for_rebuild = engine_config.rebuild_admission == "wait"
         self.names = config.served_model_names or (engine_config.model,)
-        self.metrics = Metrics(self.read_engine, self.names[0])
+        self.metrics = Metrics(self.read_engine, engine.vitals, self.names[0])
         self.live = LiveRequests(self.metrics)
         self._model_dir = engine_config.model_dir
         self._model: ServedModel | None = None

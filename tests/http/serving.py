@@ -200,16 +200,15 @@ def serving(
         ready = threading.Event()
 
         async def main() -> int:
-            stop = asyncio.Event()
             engine = Engine(engine_config, deadlines, RecordedEnd())
             service = Service(engine, engine_config, config or ServerConfig(), sock.getsockname()[:2])
-            server = Server(service, asyncio.get_running_loop(), stop, threading.current_thread(), codes)
+            server = Server(service, asyncio.get_running_loop(), service.stop, threading.current_thread(), codes)
             if prepare is not None:
                 prepare(server.group)
             started.append(server)
             async with listening(service, sock):
                 ready.set()
-                return await live(service, stop)
+                return await live(service)
 
         def run() -> None:
             try:

@@ -77,7 +77,8 @@ def test_until_it_is_loaded_the_answer_is_503(echo: EngineConfig) -> None:
     """The listener is up before the model: health says starting, requests get 503, metrics are there at zero."""
     with serving(echo, wait_ready=False, prepare=lambda group: group.loaded.clear()) as server:
         health = server.get("/health")
-        assert (health.status, health.json) == (503, {"status": "starting", "cause": None})
+        starting = {"status": "starting", "cause": None, "rebuilds": 0, "last_rebuild": None}
+        assert (health.status, health.json) == (503, starting)
         for answer in (server.complete("the"), server.chat("the"), server.get("/v1/models")):
             assert (answer.status, answer.error["code"]) == (503, "engine_unavailable")
         assert server.metric("peg:num_requests_running") == 0

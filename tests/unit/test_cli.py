@@ -104,7 +104,8 @@ def test_no_size(text: str) -> None:
         (["generate", "m", "p", "--devices", "cpu", "--nccl-library", __file__], "the ranks run on the CPU"),
         (["generate", "m", "p", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0: must be at least 1"),
         (["generate", "m", "p", "--max-tokens", "0"], "--max-tokens"),
-        (["serve", "m", "--on-failure", "rebuild"], "--on-failure rebuild"),
+        (["serve", "m", "--on-failure", "explode"], "--on-failure"),
+        (["serve", "m", "--rebuild-limit", "-1"], "--rebuild-limit -1: must be at least 0"),
         (["serve", "m", "--rebuild-admission", "wait"], "--rebuild-admission wait"),
         (["serve", "m", "--port", "65536"], "--port 65536"),
         (["serve", "m", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
@@ -164,7 +165,7 @@ def test_config_file(write: Callable[[str], str]) -> None:
         ("model = 'x'", "model"),
         ("config = 'x'", "config"),
         ("tensor-parallel-size = 'three'", "three"),
-        ("on-failure = 'rebuild'", "--on-failure rebuild"),
+        ("on-failure = 'explode'", "--on-failure"),
         ("no toml", "config.toml"),
     ],
 )
