@@ -55,6 +55,7 @@ class Blueprint:
     max_num_seqs: int
     max_num_batched_tokens: int
     seed: int
+    enforce_eager: bool
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -159,6 +160,7 @@ def draw_blueprint(config: EngineConfig) -> Blueprint:
         max_num_batched_tokens=config.max_num_batched_tokens
         or (_CPU_MAX_NUM_BATCHED_TOKENS if on_cpu else _CUDA_MAX_NUM_BATCHED_TOKENS),
         seed=config.seed,
+        enforce_eager=config.enforce_eager,
     )
     if config.kv_cache_memory_bytes is not None:
         blueprint.capacities(config.kv_cache_memory_bytes)

@@ -23,21 +23,35 @@ class WriteDigest:
     filled the same slots, layer by layer. Owned by the rank's thread.
     """
 
-    __slots__ = ("_known", "value")
+    __slots__ = ("_known", "_writes", "value")
 
     def __init__(self) -> None:
         self.value = 0
         self._known: tuple[tuple[Tensor, int], ...] = ()
+        self._writes: list[tuple[int, int]] = []
+
+    @property
+    def writes(self) -> tuple[tuple[int, int], ...]:
+        """Which layers stored since the step began, in order, each with the number of its group."""
+        return tuple(self._writes)
 
     def begin(self, slots: Iterable[tuple[Tensor, HostArray]]) -> None:
         """A step begins: the slots of each group as they are on the device, and as they are on the host."""
         self._known = tuple((there, zlib.crc32(here.tobytes())) for there, here in slots)
+        self._writes.clear()
 
     def stored(self, layer: int, slots: Tensor) -> None:
         """K and V went to `slots`, which all layers of a group share."""
-        checksum = next((checksum for known, checksum in self._known if known is slots), None)
-        assert checksum is not None, "K and V were stored at slots that are not the step's"
-        self.value = hash((self.value, layer, checksum))
+        group = next((group for group, (known, _) in enumerate(self._known) if known is slots), None)
+        assert group is not None, "K and V were stored at slots that are not the step's"
+        self._writes.append((layer, group))
+        self.value = hash((self.value, layer, self._known[group][1]))
+
+    def replayed(self, writes: Sequence[tuple[int, int]], slots: Sequence[HostArray]) -> None:
+        """A captured step was launched: the layers that stored when it was captured store at these slots."""
+        checksums = [zlib.crc32(here.tobytes()) for here in slots]
+        for layer, group in writes:
+            self.value = hash((self.value, layer, checksums[group]))
 
     def advanced(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """A step ended: these rows hold so many tokens now."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from peg.ranks.device import HostArray
 _STAGING_BYTES = 4 << 20
 _ALIGNMENT = 16
 _STEPS_OUT = 2
+_SMALL_PIECES = 64
+_SPARE = 1.25
+_SPARE_BYTES = 64 << 20
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK
 
 
@@ -39,6 +43,7 @@ class CudaDevice:
         self._sharing = sharing
         self._utilization = utilization
         self._staging: tuple[_Staging, ...] = ()
+        self._pool: torch.cuda.MemPool | None = None
         self._steps = 0
 
     def enter(self) -> None:
@@ -51,6 +56,7 @@ class CudaDevice:
         flags = self._cuda.cudaStreamNonBlocking
         self.stream = int(_checked(self._cuda.cudaStreamCreateWithFlags(flags)))
         torch.cuda.set_stream(torch.cuda.ExternalStream(self.stream, self.place))  # type: ignore[no-untyped-call]
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums are taken in fp32
         triton.set_allocator(_scratch)  # of a kernel; the hook is a context variable, so each thread has its own
         self._staging = tuple(_Staging(self._cuda, self.place, self.stream) for _ in range(_STEPS_OUT))
 
@@ -64,9 +70,40 @@ class CudaDevice:
     def fetch(self, tensors: Sequence[Tensor]) -> CudaLanding:
         return self._staging[self._steps % _STEPS_OUT].fetch(tensors)
 
+    def mark(self, tensors: Sequence[Tensor]) -> CudaLanding:
+        return self._staging[self._steps % _STEPS_OUT].mark(tensors)
+
+    @contextmanager
+    def workspace(self, more_bytes: int) -> Iterator[None]:
+        """After this nothing of the kind is asked of the driver any more: an allocation may wait for the whole GPU.
+
+        What was allocated and freed stays with PyTorch's allocator. A step that frees and allocates in another order
+        than those that were tried may find it in pieces that are too small, so there is one large piece more.
+        """
+        torch.cuda.reset_peak_memory_stats(self.place)
+        before = torch.cuda.memory_allocated(self.place)
+        yield
+        self.synchronize()
+        needed = torch.cuda.max_memory_allocated(self.place) - before
+        pieces = [torch.empty(1 << 20, dtype=torch.uint8, device=self.place) for _ in range(_SMALL_PIECES)]
+        del pieces  # those of up to this size come from segments of their own
+        torch.empty(int(_SPARE * needed) + more_bytes + _SPARE_BYTES, dtype=torch.uint8, device=self.place)
+
+    @contextmanager
+    def pools(self) -> Iterator[None]:
+        """In segments of their own: in those of the workspace they would take the large pieces away."""
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool, self.place):
+            yield
+
     def kv_budget_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.place)
         return int(self._utilization * total - (total - free)) // self._sharing
+
+    def done(self) -> bool:
+        (error,) = self._cuda.cudaStreamQuery(self.stream)
+        return bool(error != self._cuda.cudaError_t.cudaErrorNotReady)
 
     def synchronize(self) -> None:
         _checked(self._cuda.cudaStreamSynchronize(self.stream))
@@ -140,8 +177,11 @@ class _Staging:
         ]
         for to, tensor in zip(landed, tensors, strict=True):
             to.copy_(tensor, non_blocking=True)
+        return self.mark(landed)
+
+    def mark(self, tensors: Sequence[Tensor]) -> CudaLanding:
         _checked(self._cuda.cudaEventRecord(self._event, self._stream))
-        return CudaLanding(self._cuda, self._event, landed)
+        return CudaLanding(self._cuda, self._event, tensors)
 
     def _take(self, size: int) -> int:
         if self._used + size > len(self._host):

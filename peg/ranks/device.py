@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -49,8 +50,20 @@ class Device(Protocol):
     def fetch(self, tensors: Sequence[Tensor]) -> Landing:
         """Bring tensors to the host."""
 
+    def mark(self, tensors: Sequence[Tensor]) -> Landing:
+        """Tensors that are on the host, and that what was asked for last writes to."""
+
+    def workspace(self, more_bytes: int) -> AbstractContextManager[None]:
+        """Keep what the body needed at its height, some more, and `more_bytes`, for all steps to come."""
+
+    def pools(self) -> AbstractContextManager[None]:
+        """Allocate what the body does apart from all else, for good."""
+
     def kv_budget_bytes(self) -> int:
         """What this rank's KV pools may take by default, once everything else is there."""
+
+    def done(self) -> bool:
+        """Whether all that was asked for is done; returns at once."""
 
     def synchronize(self) -> None:
         """Wait for all that was asked for."""
@@ -93,8 +106,20 @@ class CpuDevice:
     def fetch(self, tensors: Sequence[Tensor]) -> Landed:
         return Landed(tensors)
 
+    def mark(self, tensors: Sequence[Tensor]) -> Landed:
+        return Landed(tensors)
+
+    def workspace(self, more_bytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pools(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def kv_budget_bytes(self) -> int:
         return kv_budget_bytes(self._world_size)
+
+    def done(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         pass

@@ -30,14 +30,16 @@ from peg.plan import (
 from peg.ranks.blueprint import Blueprint
 from peg.ranks.device import Device
 from peg.ranks.faults import InjectedDeath, RankComm, RankFaults
+from peg.ranks.launched import Launched
 from peg.ranks.pace import Pace
-from peg.ranks.runner import Launched, Runner, StepPhase
+from peg.ranks.runner import Runner, StepPhase
 from peg.ranks.scope import Scope, failure_scope
 
 IDLE = "idle"
 """The phase of a rank that waits for a command."""
 
 _CLOSE_S = 1.0
+_SETTLE_TICK_S = 1e-3
 _PLACES: Mapping[type[RankCommand], FaultPlace] = {
     LoadWeights: FaultPlace.LOAD,
     Connect: FaultPlace.CONNECT,
@@ -172,13 +174,15 @@ class Rank:
                 self._settle(_CLOSE_S)
             case Shutdown() if self._epoch >= 0:
                 self._settle(_CLOSE_S)
-                self.runner.close(_CLOSE_S)
+                self.runner.disconnect(_CLOSE_S)
         if self.faults is not None and place is not None:
             self.faults.end()
         self._listener.done(self.rank)
 
     def _connect(self, epoch: int) -> None:
-        self._settle(_CLOSE_S)
+        if self._epoch >= 0:
+            self._settle(_CLOSE_S)
+            self.runner.disconnect(_CLOSE_S)
         self.runner.connect(self._listener.connect(self.rank, epoch))
         self._epoch, self._step, self._failed_steps, self._pace = epoch, -1, 0, Pace()
 
@@ -218,6 +222,10 @@ class Rank:
                 raise TimeoutError(f"the device was not done with step {oldest.plan.step} after {deadline_s:g} s")
             else:
                 time.sleep(self._pace.wait_s())
+        while not self.runner.device.done():  # with what a step had launched when it failed
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the device was not done after {deadline_s:g} s")
+            time.sleep(_SETTLE_TICK_S)
 
     def _fail(self, work: RankCommand | _Due, error: BaseException) -> None:
         """Tell what stopped a command or a step, in plain strings: a traceback would keep the step's tensors alive."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from peg.plan import NewRow, SamplingParams, Slice, StepPlan
@@ -29,12 +29,12 @@ _MASK = b"\xff" * 8  # under which the last of these is drawn too
 class Rehearsal:
     """Plans over rows of padding, whose tables name the reserved block alone. Each is run once, in order.
 
-    First chunks of `chunk` tokens up to a context of nearly `context`, scored; then decode steps of 1, 2, 4, … `rows`
-    rows, the long one among them, drawn in every way; then single chunks of 1, 2, 4, … tokens.
+    First chunks of `chunk` tokens up to a context of nearly `context`, scored; then decode steps of so many rows as
+    `batches` say, the long one among them, drawn in every way; then single chunks of 1, 2, 4, … tokens.
     """
 
     chunk: int
-    rows: int
+    batches: Sequence[int]
     context: int
     num_groups: int
     block_size: int
@@ -43,15 +43,13 @@ class Rehearsal:
 
     def plans(self) -> Iterator[StepPlan]:
         """For a rank without rows; they leave rows behind."""
-        long = max(1, self.context - self.rows.bit_length() - 1)
+        long = max(1, self.context - len(self.batches) - 1)
         while self._stored.get(0, 0) < long:
             yield self._plan({0: min(self.chunk, long - self._stored.get(0, 0))}, scored=True)
-        batch = 1
-        while batch < 2 * self.rows:
-            yield self._plan(dict.fromkeys(range(min(batch, self.rows)), 1))
-            batch *= 2
+        for batch in self.batches:
+            yield self._plan(dict.fromkeys(range(batch), 1))
         size = 1
-        while size < self.chunk and self.rows > 1:
+        while size < min(self.chunk, self.context) and self.batches[-1] > 1:
             self._stored.pop(1)
             yield self._plan({1: size}, released=(1,))
             size *= 2

@@ -24,11 +24,14 @@ class Row:
 class SamplingRows:
     """The sampling rows of one rank, whose logits are those of `share`. Owned by the rank's thread.
 
-    `last_tokens` int64 [rows] is what each row sampled last; a plan's placeholders stand for it.
+    `last_tokens` int64 [rows] is what each row sampled last; a plan's placeholders stand for it. It may be given, and
+    be longer.
     """
 
-    def __init__(self, num_rows: int, share: Share, device: Device) -> None:
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device.place)
+    def __init__(self, num_rows: int, share: Share, device: Device, last_tokens: Tensor | None = None) -> None:
+        if last_tokens is None:
+            last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device.place)
+        self.last_tokens = last_tokens
         self._share = share
         self._device = device
         self._rows: list[Row | None] = [None] * num_rows

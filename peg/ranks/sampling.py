@@ -21,7 +21,7 @@ from peg.kernels.ordering import key_ids, key_logits
 from peg.kernels.sampling import Choice, best_keys
 from peg.models.comm import Communicator
 from peg.plan import SamplingParams
-from peg.ranks.device import Device
+from peg.ranks.device import Device, HostArray
 
 _GREEDY_BELOW = 1e-5  # a smaller temperature cannot be told from none in fp32
 
@@ -66,18 +66,23 @@ class Sampler:
 
         `key_ids` has the ids, `read_tokens` too, on the host. `logits` is left as it is; the host does not wait.
         """
-        choice = self._choice(logits, draws, comm)
+        return self._best(logits, self._choice(logits, draws, comm), comm)
+
+    def pick(self, logits: Tensor, temperatures: Tensor, noise: Tensor, comm: Communicator) -> Tensor:
+        """The same for rows that nothing filters, with what `noise_of` says of their draws."""
+        return self._best(logits, Choice(temperatures, noise, None, self._forbidden), comm)
+
+    def _best(self, logits: Tensor, choice: Choice, comm: Communicator) -> Tensor:
         keys = best_keys(logits, choice, self._first_id)
-        gathered = keys.new_empty(comm.world_size, len(draws))
+        gathered = keys.new_empty(comm.world_size, len(keys))
         comm.all_gather(gathered, keys)
         return gathered.amax(dim=0)
 
     def _choice(self, logits: Tensor, draws: Sequence[Draw], comm: Communicator) -> Choice:
-        temperatures = np.array([0.0 if draw.greedy else draw.params.temperature for draw in draws], np.float32)
-        noise = [(0, 0) if draw.greedy else noise_key(draw.params.seed, draw.position) for draw in draws]
+        temperatures, noise = noise_of(draws)
         filtered = [row for row, draw in enumerate(draws) if draw.filtered]
         if not filtered:
-            there = self._device.upload((temperatures, np.array(noise, np.int64)))
+            there = self._device.upload((temperatures, noise))
             return Choice(there[0], there[1], None, self._forbidden)
         params = [draws[row].params for row in filtered]
         columns = (
@@ -86,7 +91,7 @@ class Sampler:
             np.array([param.top_p for param in params], np.float64),
             np.array([param.min_p for param in params], np.float64),
         )
-        there = self._device.upload((temperatures, np.array(noise, np.int64), np.array(filtered), *columns))
+        there = self._device.upload((temperatures, noise, np.array(filtered), *columns))
         mine = logits.index_select(0, there[2])
         if self._forbidden is not None:
             mine.index_fill_(1, self._forbidden, float("-inf"))
@@ -96,6 +101,13 @@ class Sampler:
         floors = logits.new_full((len(draws),), float("-inf"))
         floors.index_copy_(0, there[2], smallest_logits(whole, Filters(*there[3:])))
         return Choice(there[0], there[1], floors, self._forbidden)
+
+
+def noise_of(draws: Sequence[Draw]) -> tuple[HostArray, HostArray]:
+    """What `Choice` wants of each row: temperatures float32, 0 for greedy, and `noise_key`s int64 [rows, 2]."""
+    temperatures = np.array([0.0 if draw.greedy else draw.params.temperature for draw in draws], np.float32)
+    noise = [(0, 0) if draw.greedy else noise_key(draw.params.seed, draw.position) for draw in draws]
+    return temperatures, np.array(noise, np.int64).reshape(-1, 2)
 
 
 def read_tokens(keys: Tensor) -> tuple[int, ...]:

@@ -16,9 +16,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from peg.kernels import activation, attention, cache, embedding, norm, rope
+from peg.kernels import activation, attention, cache, embedding, mailbox, norm, rope
+from peg.kernels.mailbox import DecodeColumns, Mailbox, RowState
 
-MODULES = (activation, attention, cache, embedding, norm, rope)
+MODULES = (activation, attention, cache, embedding, mailbox, norm, rope)
 NAN = float("nan")
 
 
@@ -143,6 +144,44 @@ def writes_into_the_cache(site: Site) -> None:
     assert torch.equal(v_there.cpu(), v_cache)
 
 
+def turns_of_a_mailbox(site: Site) -> None:
+    """Three turns of three rows out of five; two groups in blocks of four tokens."""
+    dice = torch.Generator().manual_seed(0)
+    inbox = torch.randint(0, 1 << 30, (2, mailbox.FIRST_SLOT + 2, 5), generator=dice)
+    inbox[:, mailbox.POSITION].remainder_(24)
+    inbox[:, mailbox.ROW] = torch.tensor([[4, 0, 2, 6, 6], [1, 3, 5, 6, 6]])
+    inbox[:, mailbox.TOKEN, 1] = -1
+    keys = torch.randint(-(1 << 60), 1 << 60, (3,), generator=dice)
+    pins = site.device.type == "cuda"
+
+    def run(place: torch.device) -> list[Tensor]:
+        box = Mailbox(inbox.clone(), torch.zeros(2, 5, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+        box = Mailbox(*((t.pin_memory() if pins else t) for t in (box.inbox, box.outbox)), box.turn.to(place))
+        state = RowState(torch.arange(7).to(place), torch.zeros(2, 7, 6, dtype=torch.int32, device=place))
+        kinds = (torch.int64, torch.int64, torch.int64, torch.int32, torch.float32)
+        places = [torch.zeros(3, dtype=kind, device=place) for kind in kinds]
+        noise, slots = (torch.zeros(*shape, dtype=torch.int64, device=place) for shape in ((3, 2), (2, 3)))
+        columns = DecodeColumns(*places, noise, slots)
+        kept = []
+        for turn in range(3):
+            mailbox.take_in(box, state, columns, 4)
+            mailbox.hand_out(box, state, columns.rows, None if turn == 1 else keys.to(place))
+            kept += [t.cpu().clone() for t in (*places, noise, slots, *vars_of(state), box.turn)]
+        if place.type == "cuda":
+            torch.cuda.synchronize()
+        return [*kept, box.outbox.clone()]
+
+    expected = run(torch.device("cpu"))
+    with site.kernels():
+        found = run(site.device)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def vars_of(state: RowState) -> tuple[Tensor, Tensor]:
+    return state.last_tokens, state.tables
+
+
 @dataclass(frozen=True)
 class Attend:
     """Attention of slices of `queries` tokens at the end of `contexts` tokens; keys nobody may see are NaN."""
@@ -201,6 +240,7 @@ CASES: Mapping[str, Case] = {
     "embedding of one shard": embedding_of_one_shard,
     "rotary embedding": rotary_embedding,
     "writes into the cache": writes_into_the_cache,
+    "turns of a mailbox": turns_of_a_mailbox,
     "decode": Attend(9, 3, 16, (1, 1, 1), (1, 17, 70)),
     "decode, split": Attend(6, 2, 64, (1, 1, 1), (1, 300, 700)),
     "decode, split, window": Attend(6, 2, 64, (1, 1, 1), (300, 150, 700), window=200),
