@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -41,6 +42,9 @@ class Communicator(Protocol):
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         """Replace `tensor` by that of rank `root`."""
+
+    def replay(self, launch: Callable[[], None]) -> None:
+        """Launch collectives of this communicator that were captured, all in one."""
 
     def barrier(self, deadline_s: float) -> None:
         """Return once every rank is here; raises TimeoutError after `deadline_s`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from peg.kernels import mailbox as mail
 from peg.kernels.mailbox import DecodeColumns, Mailbox, RowState, hand_out, take_in
+from peg.models.comm import Communicator
 from peg.models.inputs import GroupInputs, StepInputs
 from peg.plan import StepPlan
 from peg.ranks.cache import WriteDigest
@@ -112,7 +113,7 @@ class Decoder:
             collects = gc.isenabled()
             gc.disable()  # what it frees may be another rank's, whose stream is not the one that is captured
             try:
-                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                graph.capture_begin(self._pool.id, "thread_local")  # type: ignore[arg-type]
                 try:
                     self._run(size, samples, ())
                 finally:
@@ -161,7 +162,14 @@ class Decoder:
                 self._stale.add(change.row)
 
     def step(
-        self, plan: StepPlan, host: HostInputs, tables: RowTables, draws: Sequence[Draw], *, samples: bool
+        self,
+        plan: StepPlan,
+        host: HostInputs,
+        tables: RowTables,
+        draws: Sequence[Draw],
+        comm: Communicator,
+        *,
+        samples: bool,
     ) -> None:
         """Launch one step. With `samples`, `landing` brings its keys; otherwise `logits` has what to sample from."""
         rows = [piece.row for piece in plan.slices]
@@ -172,7 +180,7 @@ class Decoder:
         if captured is None:
             self._run(size, samples, host.slots)
         else:
-            captured.graph.replay()
+            comm.replay(captured.graph.replay)
             self._digest.replayed(captured.writes, host.slots)
 
     def landing(self, count: int) -> Landing:

@@ -210,6 +210,12 @@ class FaultyComm:
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         self._issue(tensor, lambda tensor: self._comm.broadcast_(tensor, root))
 
+    def replay(self, launch: Callable[[], None]) -> None:
+        self._faults.strike(FaultPoint.BEFORE)
+        if self._faults.take(_ON_COLLECTIVES) is None:  # whatever it is, the peers are left alone
+            self._comm.replay(launch)
+        self._faults.strike(FaultPoint.AFTER)
+
     def barrier(self, deadline_s: float) -> None:
         self._faults.strike(FaultPoint.BEFORE)
         self._comm.barrier(deadline_s)

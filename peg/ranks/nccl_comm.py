@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -74,6 +75,10 @@ class NcclComm:
         pointer, count, dtype = _describe(tensor)
         self._issue(self._nccl.broadcast, pointer, pointer, count, dtype, root)
 
+    def replay(self, launch: Callable[[], None]) -> None:
+        with self._inside():
+            launch()
+
     def barrier(self, deadline_s: float) -> None:
         self._host.barrier(deadline_s)
 
@@ -101,13 +106,19 @@ class NcclComm:
 
     def _issue(self, call: Callable[..., None], *arguments: int) -> None:
         self.issued += 1
+        with self._inside():
+            call(*arguments, self._comm, self._stream)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Raises CommAborted once there is a reason."""
         self._busy = True  # before the look at the reason: an abort stores its reason and then looks here
         try:
             if self._reason is not None:
                 raise CommAborted(self._reason)
             if self.entered is not None:
                 self.entered()
-            call(*arguments, self._comm, self._stream)
+            yield
         finally:
             self._busy = False
 

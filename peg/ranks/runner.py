@@ -245,7 +245,7 @@ class Runner:
         self._enter(StepPhase.FORWARD)
         plain = not any(draw.filtered or draw.params.logprobs is not None for draw in draws)
         plain = plain and not any(piece.mask is not None or self._rows[piece.row].rules for piece in plan.slices)
-        self._decoder.step(plan, host, self._tables, draws, samples=plain)
+        self._decoder.step(plan, host, self._tables, draws, self.comm, samples=plain)
         self._advance(plan)
         if plain:
             return self._decoder.landing(len(draws))

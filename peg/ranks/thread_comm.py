@@ -160,6 +160,9 @@ class ThreadComm:
         call = ("broadcast", tuple(tensor.shape), tensor.dtype, f"root {root}")
         self._collective(call, (tensor,), lambda put_down: _spread(put_down, root))
 
+    def replay(self, launch: Callable[[], None]) -> None:
+        raise AssertionError("collectives that meet on the host cannot be captured")
+
     def barrier(self, deadline_s: float) -> None:
         self._rendezvous.meet(self.rank, ("barrier",), timeout_s=deadline_s, entered=self.entered)
 

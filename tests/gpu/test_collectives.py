@@ -75,9 +75,9 @@ def test_sums_are_right_and_the_same_bits_everywhere(ranks: Ranks, dtype: torch.
     for shape in ((1, 576), (7, 5376), (1000, 2048)):
         parts = [drawn(rank, dtype, *shape) for rank in range(ranks.world_size)]
         # An allocation may wait for the whole card, so nobody allocates while somebody waits in a collective.
-        there = ranks.each(lambda rank, parts=parts: parts[rank].cuda())
-        ranks.each(lambda rank, there=there: ranks.comms[rank].all_reduce_(there[rank]))
-        sums = ranks.each(lambda rank, there=there: there[rank].cpu())
+        there = ranks.each(lambda rank: parts[rank].cuda())  # noqa: B023 (used before the next turn)
+        ranks.each(lambda rank: ranks.comms[rank].all_reduce_(there[rank]))  # noqa: B023
+        sums = ranks.each(lambda rank: there[rank].cpu())  # noqa: B023
         exact = torch.stack([part.double() for part in parts]).sum(0)
         assert all(torch.equal(one, sums[0]) for one in sums)
         limit = ranks.world_size * 4 * torch.finfo(dtype).eps

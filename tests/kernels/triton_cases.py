@@ -155,13 +155,16 @@ def turns_of_a_mailbox(site: Site) -> None:
     pins = site.device.type == "cuda"
 
     def run(place: torch.device) -> list[Tensor]:
-        box = Mailbox(inbox.clone(), torch.zeros(2, 5, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
-        box = Mailbox(*((t.pin_memory() if pins else t) for t in (box.inbox, box.outbox)), box.turn.to(place))
+        here, there = inbox.clone(), torch.zeros(2, 5, dtype=torch.int64)
+        if pins:
+            here, there = here.pin_memory(), there.pin_memory()
+        box = Mailbox(here, there, torch.zeros(1, dtype=torch.int32, device=place))
         state = RowState(torch.arange(7).to(place), torch.zeros(2, 7, 6, dtype=torch.int32, device=place))
         kinds = (torch.int64, torch.int64, torch.int64, torch.int32, torch.float32)
         places = [torch.zeros(3, dtype=kind, device=place) for kind in kinds]
         noise, slots = (torch.zeros(*shape, dtype=torch.int64, device=place) for shape in ((3, 2), (2, 3)))
-        columns = DecodeColumns(*places, noise, slots)
+        ids, positions, rows, lens, temperatures = places
+        columns = DecodeColumns(ids, positions, rows, lens, temperatures, noise, slots)
         kept = []
         for turn in range(3):
             mailbox.take_in(box, state, columns, 4)
