@@ -87,7 +87,9 @@ class Decoder:
         self._tables = torch.zeros(groups, rows, sizes.blocks, dtype=torch.int32, device=place)
         self._inputs = {size: self._fixed(size) for size in sizes.batches}
         self._graphs: dict[tuple[int, bool], _Captured] = {}
-        self._pool: torch.cuda.MemPool | None = None  # of all graphs, also of those that are captured anew
+        # All graphs share their memory, also those that are captured anew: it lasts as long as one graph is there.
+        self._pool = torch.cuda.graph_pool_handle() if pinned else None
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._stale: set[int] = set()
 
     # --- making -----------------------------------------------------------------------------------------
@@ -106,22 +108,26 @@ class Decoder:
 
     def capture(self) -> None:
         """Capture every variant; each must have run before. No other rank may wait for the device meanwhile."""
-        if self._pool is None:
-            self._pool = torch.cuda.MemPool()
+        if self._anchor is None:
+            self._anchor = self._captured(lambda: self._mailbox.turn.add_(0))
         for size, samples in self.variants():
-            graph = torch.cuda.CUDAGraph()
-            collects = gc.isenabled()
-            gc.disable()  # what it frees may be another rank's, whose stream is not the one that is captured
-            try:
-                graph.capture_begin(self._pool.id, "thread_local")  # type: ignore[arg-type]
-                try:
-                    self._run(size, samples, ())
-                finally:
-                    graph.capture_end()
-            finally:
-                if collects:
-                    gc.enable()
+            graph = self._captured(lambda: self._run(size, samples, ()))  # noqa: B023 (called at once)
             self._graphs[size, samples] = _Captured(graph, self._digest.writes)
+
+    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what it frees may be another rank's, whose stream is not the one that is captured
+        try:
+            graph.capture_begin(self._pool, "thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph
 
     def replay_all(self) -> None:
         """Every graph once, on padding: what is made at the first replay is made now."""
