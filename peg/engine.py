@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from peg.config import EngineConfig
@@ -50,9 +51,8 @@ class StopMatcher(Protocol):
         """Take one more token; true if it completes a stop string."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Tokens of one stream that arrived since it was last read, with their logprobs where they were asked for."""
+class Output(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of one stream that arrived since it was last read, with a logprob each where they were asked for."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -81,6 +81,7 @@ class TokenStream:
         self._logprobs: list[TokenLogprobs | None] = []
         self._reader: asyncio.Future[None] | None = None
 
+        self._new_future = asyncio.get_running_loop().create_future
     @property
     def unread_tokens(self) -> int:
         """Tokens that wait for the reader."""
@@ -94,7 +95,7 @@ class TokenStream:
         """Hand over what one commit brought for this sequence."""
         assert self.terminal is None, f"{self.request_id}: tokens after the terminal"
         self._token_ids += update.token_ids
-        self._logprobs += update.logprobs or [None] * len(update.token_ids)
+        self._logprobs += update.logprobs
         self.published_tokens += len(update.token_ids)
         self.prompt_logprobs += update.prompt_logprobs
         if self.first_token_s is None and update.token_ids:
@@ -119,9 +120,12 @@ class TokenStream:
         self._notify()
 
     def _notify(self) -> None:
-        due = len(self._token_ids) >= self.wake_tokens or self.terminal is not None
-        if due and self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader = self._reader
+        if reader is None or not (len(self._token_ids) >= self.wake_tokens or self.terminal is not None):
+            return
+        self._reader = None
+        if not reader.done():
+            reader.set_result(None)
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self
@@ -130,7 +134,7 @@ class TokenStream:
         while len(self._token_ids) < self.wake_tokens:
             if self.terminal is not None:
                 break
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._new_future()
             await self._reader
         if not self._token_ids:
             raise StopAsyncIteration

@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 # --- KV groups: which layers cache alike ----------------------------------------------------------------
 
 
@@ -111,14 +113,15 @@ class SequenceRequest:
 # --- the step ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one sequence in one step: positions `start` to `start + count - 1`.
 
     `token_ids` None is the placeholder: the one input token is what this row's previous step sampled, which only
     the device knows. `samples` is false for a chunk that is not the last. `targets` is not empty where prompt
     logprobs are wanted: `targets[i]` is the prompt token at position `start + i + 1`. Where there is a `mask`, only a
     token i with bit i % 8 of its byte i // 8 set may be sampled.
+
+    One is made for each sequence in each step: a Struct in a fifteenth of the time that a frozen dataclass takes.
     """
 
     seq_id: int

@@ -46,8 +46,7 @@ class Flight:
 
     def give_up_passed(self, sequence: Sequence) -> None:
         """The sequence gives up what lies behind its windows, as its committed frontier has it."""
-        passed = self.memory.take_passed(sequence.tables, sequence.committed)
-        if passed:
+        if self.memory.slides and (passed := self.memory.take_passed(sequence.tables, sequence.committed)):
             self._give_up(sequence.last_step, passed, NO_ROW)
 
     def give_up_all(self, sequence: Sequence) -> None:

@@ -38,6 +38,7 @@ class KVMemory:
                 window = capacity.group.window if isinstance(capacity.group, SlidingWindow) else None
                 self._paged.append(_Paged(index, BlockPool(capacity.num_blocks), window))
         self._windows = [(paged.index, paged.window) for paged in self._paged if paged.window is not None]
+        self.slides = bool(self._windows)
         self._pools = {paged.index: paged.pool for paged in self._paged}
 
     def new_tables(self) -> BlockTables:

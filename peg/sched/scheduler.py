@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import repeat
 
+import msgspec
+
 from peg.errors import InvalidRequest, QueueFull, RequestError
 from peg.plan import (
     FinishReason,
@@ -25,9 +27,8 @@ from peg.sched.rows import RowPool
 from peg.sched.sequence import Sequence, stored_at_most
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one call brought for one sequence. `logprobs` has one entry a token."""
+class Update(msgspec.Struct, frozen=True, gc=False):
+    """What one call brought for one sequence. `logprobs` has one entry a token, or none at all."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
@@ -181,7 +182,8 @@ class Scheduler:
             if terminal is not None:
                 self._leave(sequence)
             if token is not None:
-                updates.append(Update(sequence.seq_id, (token,), (logprobs,), fresh, terminal))
+                scores = () if logprobs is None else (logprobs,)
+                updates.append(Update(sequence.seq_id, (token,), scores, fresh, terminal))
             elif fresh or terminal is not None:
                 updates.append(Update(sequence.seq_id, (), (), fresh, terminal))
         assert next(sampled, None) is None, f"step {result.step}: more tokens than slices that sample"

@@ -13,7 +13,7 @@ from peg.plan import TokenLogprobs
 from peg.server.answer import answer
 from peg.server.body import read_body
 from peg.server.errors import invalid
-from peg.server.form import Collected, Envelope, Usage, encode
+from peg.server.form import Collected, Envelope, Frames, Usage, encode
 from peg.server.generation import Choice, Finish, Prompt
 from peg.server.intake import admit_body, check_choices, delivery_of, details_of, generation_of
 from peg.server.logprobs import Details, chat_logprobs, prompt_logprobs
@@ -125,6 +125,8 @@ class ChatForm:
         self.envelope = Envelope(answer_id, "chat.completion.chunk", model)
         self._details = details
         self._parser = parser
+        ending = b'},"index":%d,"logprobs":null,"finish_reason":null'
+        self._frames = Frames(self.envelope, b'"delta":{"content":', ending)
         self._readers: dict[int, MessageReader | None] = {}
 
     def opening(self, choice: Choice) -> bytes:
@@ -138,8 +140,9 @@ class ChatForm:
 
     def piece(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
         reader = self._reader(choice)
-        if reader is None and not self._details.tells_tokens:
-            return self.envelope.event(_content(choice.index, text), usage)
+        if reader is None and usage is None and not self._details.tells_tokens:
+            before, after = self._frames[choice.index]
+            return before + encode(text) + after
         deltas = [{"content": text}] if reader is None else reader.feed(text)
         if not self._details.tells_tokens:
             return b"".join(self.envelope.event(_piece(choice.index, delta), usage) for delta in deltas)

@@ -14,7 +14,7 @@ from peg.engine import Output
 from peg.server.answer import answer
 from peg.server.body import read_body
 from peg.server.errors import invalid
-from peg.server.form import Collected, Envelope, Usage, encode
+from peg.server.form import Collected, Envelope, Frames, Usage, encode
 from peg.server.generation import Choice, Finish, Prompt
 from peg.server.intake import admit_body, check_choices, delivery_of, details_of, generation_of
 from peg.server.logprobs import CompletionScores, Details, prompt_logprobs
@@ -88,6 +88,7 @@ class CompletionForm:
         self.envelope = Envelope(answer_id, "text_completion", model)
         self._details = details
         self._scores = defaultdict[int, CompletionScores](lambda: CompletionScores(details.names))
+        self._frames = Frames(self.envelope, b'"text":', b',"index":%d,"logprobs":null,"finish_reason":null')
 
     def opening(self, choice: Choice) -> bytes:
         """The prompt, where it is repeated or told."""
@@ -103,9 +104,9 @@ class CompletionForm:
         return self.envelope.event(encode(piece)[1:-1], None)
 
     def piece(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
-        if not self._details.tells_tokens:
-            ending = b',"index":%d,"logprobs":null,"finish_reason":null' % choice.index
-            return self.envelope.event(b'"text":' + encode(text) + ending, usage)
+        if usage is None and not self._details.tells_tokens:
+            before, after = self._frames[choice.index]
+            return before + encode(text) + after
         piece: dict[str, object] = {"text": text, "index": choice.index, "logprobs": None, "finish_reason": None}
         if self._details.logprobs is not None:
             piece["logprobs"] = self._scores[choice.index].tell(output.token_ids, output.logprobs)

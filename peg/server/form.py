@@ -100,3 +100,21 @@ class Envelope:
                 **beside,
             }
         )
+
+
+class Frames(dict[int, tuple[bytes, bytes]]):
+    """What stands around the text of a choice's events, by the choice's index: made once, then an event costs its text.
+
+    `before` and `after` are of the inside of the choice's JSON object; `after` has a place for the index.
+    """
+
+    def __init__(self, envelope: Envelope, before: bytes, after: bytes) -> None:
+        super().__init__()
+        self._envelope = envelope
+        self._mark = b"\x00"  # no JSON holds it
+        self._choice = before + self._mark + after
+
+    def __missing__(self, index: int) -> tuple[bytes, bytes]:
+        before, _, after = self._envelope.event(self._choice % index, None).partition(self._mark)
+        self[index] = before, after
+        return before, after

@@ -181,14 +181,10 @@ async def follow_all(choices: Sequence[Choice], sink: Sink, engine: Engine, toke
     The first failure ends the others and is raised as ApiError.
     """
     try:
-        if len(choices) == 1:
-            await choices[0].follow(sink, tokens_at_once)
-            return
+        # Tasks for one choice too: what wakes the handler's own goes through every middleware.
         async with asyncio.TaskGroup() as group:
             for choice in choices:
                 group.create_task(choice.follow(sink, tokens_at_once))
-    except SequenceFailed as error:
-        raise _failure(error, engine) from None
     except ExceptionGroup as errors:
         first = errors.exceptions[0]
         raise _failure(first, engine) if isinstance(first, SequenceFailed) else first from None

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 _HEADERS: Mapping[str, str] = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -37,20 +37,35 @@ class EventStream:
         self._request = request
         self._response = web.StreamResponse(headers=_HEADERS)
         self._opening = asyncio.Lock()
+        self._flows = False  # head and first event are out, in chunks
         request[STREAM] = self
 
     async def send(self, events: bytes) -> None:
         """Write one or more whole events. Raises ConnectionError once the client has left."""
+        self.sent_s = time.monotonic()
+        if self._flows and self._write_at_once(events):
+            return
         if not self._response.prepared:
             await self._open()
-        self.blocked_since_s = self.sent_s = time.monotonic()
+        self.blocked_since_s = self.sent_s
         await self._response.write(events)
         self.blocked_since_s = None
+        self._flows = self._response.chunked
+
+    def _write_at_once(self, events: bytes) -> bool:
+        """Write a chunk to a client that keeps up, in half the time that the response takes; false for another."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        return True
 
     async def _open(self) -> None:
         async with self._opening:
             if not self.begun:
                 self.begun = True
+                if self._request.version >= HttpVersion11:
+                    self._response.enable_chunked_encoding()
                 await self._response.prepare(self._request)
 
     @contextlib.asynccontextmanager

@@ -71,6 +71,7 @@ class StopCutter:
     """
 
     def __init__(self, stops: StopSet, *, include_stop: bool = False) -> None:
+        self.searches = bool(stops)
         self._stops = stops
         self._include_stop = include_stop
         self._state = 0
@@ -81,7 +82,7 @@ class StopCutter:
         """The text that is safe to show after `piece`; nothing once a stop has matched."""
         if self.matched is not None:
             return ""
-        if not self._stops:
+        if not self.searches:
             return piece
         text = self._held + piece
         first = (len(text), 0)
@@ -120,6 +121,8 @@ class OutputText:
     def feed(self, token_id: int) -> str:
         """The text that this token adds to what may be shown."""
         piece = self._detokenizer.feed(token_id)
+        if not self._cutter.searches:
+            return piece
         if self._unsearched > 0:
             self._unsearched -= 1
             return piece

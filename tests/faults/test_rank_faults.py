@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from peg.errors import CommAborted, CommMismatch, InjectedFault, RankDiverged
@@ -30,7 +31,9 @@ def plans(tiny: TinyGroup, step: str) -> list[StepPlan]:
             struck = tiny.prefill([9, 10, 11], row=1, samples=False)
         case "scored":
             plan = tiny.prefill([9, 10, 11], row=1)
-            struck = replace(plan, slices=(replace(plan.slices[0], targets=(10, 11), prompt_logprobs=1),))
+            struck = replace(
+                plan, slices=(msgspec.structs.replace(plan.slices[0], targets=(10, 11), prompt_logprobs=1),)
+            )
         case "decode":
             struck = tiny.decode(4)
         case _:

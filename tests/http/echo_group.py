@@ -132,8 +132,7 @@ class EchoGroup:
             self.steps += 1
             if self._struck(plan):
                 return
-            tokens = self._tokens(plan)
-            self._on_result(StepResult(plan.step, plan.epoch, tokens, self._scores(plan, tokens), scored_prompt(plan)))
+            self._on_result(self._result(plan))
             self._beat = Heartbeat(0, "idle", plan.step, time.monotonic())
 
     def _struck(self, plan: StepPlan) -> bool:
@@ -145,6 +144,10 @@ class EchoGroup:
             self.go.clear()
             self.go.wait()
         return True
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        tokens = self._tokens(plan)
+        return StepResult(plan.step, plan.epoch, tokens, self._scores(plan, tokens), scored_prompt(plan))
 
     def _tokens(self, plan: StepPlan) -> tuple[int, ...]:
         for row in plan.released_rows:

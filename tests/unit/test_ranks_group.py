@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -328,7 +329,7 @@ def test_a_failed_prefill_costs_its_own_request_only(samples: bool, scored: bool
     with tiny_group(tmp_path, enable_fault_injection=True) as tiny:
         tiny.group.inject(Fault(FaultKind.RAISE, 0, 1, FaultPoint.AFTER))
         plan = tiny.prefill([5, 9, 7], samples=samples)
-        scoring = replace(plan.slices[0], targets=(9, 7) if scored else (), prompt_logprobs=1)
+        scoring = msgspec.structs.replace(plan.slices[0], targets=(9, 7) if scored else (), prompt_logprobs=1)
         tiny.group.run(replace(plan, slices=(scoring,)))
         tiny.group.run(tiny.prefill([8, 9], row=1))
         failed = tiny.outcome()
