@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from peg.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from peg.kernels.attention import SliceLayout, paged_attention, plan_attention
 from peg.kernels.cache import write_kv
 from peg.kernels.embedding import embed
-from peg.kernels.linear import OneDnnLinear, PlainLinear, pack
+from peg.kernels.linear import OneDnnLinear, PlainLinear, pack, tie
 from peg.kernels.norm import add_rms_norm_, rms_norm, rms_norm_add_, rms_norm_fp32, rms_normalize
 from peg.kernels.rope import apply_rope, default_frequencies, proportional_frequencies, rope_angles
 
@@ -209,7 +208,7 @@ def test_packed_linear_is_linear(dtype: torch.dtype, rows: int) -> None:
     """Whatever layout a weight is packed in, the product has the reference's numbers."""
     x, weight = drawn(rows, 57, dtype=dtype), drawn(91, 57, seed=1, dtype=dtype)
     expected = x.double() @ weight.double().T
-    for linear in (pack(weight.clone()), PlainLinear(weight)):
+    for linear in (pack(weight.clone()), tie(weight), PlainLinear(weight)):
         check(linear(x), expected, roundings=1.1, absolute=1e-5 if dtype == torch.float32 else HALF_ULP[dtype])
     assert isinstance(pack(weight), OneDnnLinear) == (
         dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -220,9 +219,3 @@ def test_a_device_without_kernels_is_refused() -> None:
     """A tensor where nothing can run is refused by the kernel's name."""
     with pytest.raises(NotImplementedError, match="silu_and_mul has no kernel for meta"):
         silu_and_mul(torch.empty(2, 4, device="meta"))
-
-
-def test_plain_linear_keeps_its_reference() -> None:
-    """One bf16 row takes another way to the same numbers as a batch of rows does."""
-    x, weight = drawn(3, 64, dtype=torch.bfloat16), drawn(48, 64, seed=1, dtype=torch.bfloat16)
-    check(PlainLinear(weight)(x[:1]), functional.linear(x, weight)[:1].double(), roundings=2.2, absolute=1e-2)
