@@ -68,7 +68,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     core = byte_level()
     core.add_special_tokens([AddedToken(mark, normalized=False) for mark in (*GemmaCalls.tokens, "<|tool_response>")])
     core.save(str(config.model_dir / "tokenizer.json"))
-    response = core.token_to_id("<|tool_response>")
+    response = core.get_vocab()["<|tool_response>"]
 
     def prepare(group: EchoGroup) -> None:
         group.info = replace(group.info, eos_token_ids=(EOS, response), forbidden_token_ids=())
@@ -302,7 +302,7 @@ def test_the_official_client_runs_a_tool(qwen: Server) -> None:
     tools: Any = TOOLS
     with OpenAI(base_url=f"{qwen.service.url}/v1", api_key="none", max_retries=0) as client:
         first = client.chat.completions.create(model="echo", messages=messages, tools=tools)
-        (call,) = first.choices[0].message.tool_calls or ()
+        (call,) = first.choices[0].message.tool_calls or []
         assert call.type == "function"
         assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "cat"})
         history: Any = [
@@ -315,5 +315,5 @@ def test_the_official_client_runs_a_tool(qwen: Server) -> None:
             names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
             final = stream.get_final_completion()
         assert names == ["weather"]
-        (call,) = final.choices[0].message.tool_calls or ()
+        (call,) = final.choices[0].message.tool_calls or []
         assert json.loads(call.function.arguments) == {"city": "cat"}
