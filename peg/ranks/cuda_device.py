@@ -97,9 +97,24 @@ class CudaDevice:
         with torch.cuda.use_mem_pool(self._pool, self.place):
             yield
 
-    def kv_budget_bytes(self) -> int:
+    def used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.place)
-        return int(self._utilization * total - (total - free)) // self._sharing
+        return total - free
+
+    def kv_budget_bytes(self) -> int:
+        _, total = torch.cuda.mem_get_info(self.place)
+        return int(self._utilization * total - self.used_bytes()) // self._sharing
+
+    def refuse_weights(self, rank_bytes: int) -> None:
+        """Raises ConfigError, with the arithmetic, where the weights of the ranks on this GPU do not fit."""
+        _, total = torch.cuda.mem_get_info(self.place)
+        used, wanted, may = self.used_bytes(), self._sharing * rank_bytes, int(self._utilization * total)
+        if wanted > may - used:
+            raise ConfigError(
+                f"GPU {self.place.index}: {self._sharing} x {rank_bytes:,} bytes of weights do not fit: of {total:,} "
+                f"bytes --gpu-memory-utilization {self._utilization:g} allows {may:,}, {used:,} are in use: raise it, "
+                "give --tensor-parallel-size more GPUs, or stop what else uses this one"
+            )
 
     def done(self) -> bool:
         (error,) = self._cuda.cudaStreamQuery(self.stream)

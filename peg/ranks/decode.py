@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from peg.models.comm import Communicator
 from peg.models.inputs import GroupInputs, StepInputs
 from peg.plan import StepPlan
 from peg.ranks.cache import WriteDigest
+from peg.ranks.capture import capture
 from peg.ranks.device import Device, HostArray, Landing
 from peg.ranks.inputs import HostInputs
 from peg.ranks.sampling import Draw, noise_of
@@ -109,25 +109,10 @@ class Decoder:
     def capture(self) -> None:
         """Capture every variant; each must have run before. No other rank may wait for the device meanwhile."""
         if self._anchor is None:
-            self._anchor = self._captured(lambda: self._mailbox.turn.add_(0))
+            self._anchor = capture(lambda: self._mailbox.turn.add_(0), self._pool)
         for size, samples in self.variants():
-            graph = self._captured(lambda: self._run(size, samples, ()))  # noqa: B023 (called at once)
+            graph = capture(lambda: self._run(size, samples, ()), self._pool)  # noqa: B023 (called at once)
             self._graphs[size, samples] = _Captured(graph, self._digest.writes)
-
-    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # what it frees may be another rank's, whose stream is not the one that is captured
-        try:
-            graph.capture_begin(self._pool, "thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-        return graph
 
     def replay_all(self) -> None:
         """Every graph once, on padding: what is made at the first replay is made now."""

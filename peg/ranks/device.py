@@ -59,6 +59,9 @@ class Device(Protocol):
     def pools(self) -> AbstractContextManager[None]:
         """Allocate what the body does apart from all else, for good."""
 
+    def used_bytes(self) -> int:
+        """What is in use of its memory, by whomever; 0 where nobody plans it."""
+
     def kv_budget_bytes(self) -> int:
         """What this rank's KV pools may take by default, once everything else is there."""
 
@@ -114,6 +117,9 @@ class CpuDevice:
 
     def pools(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def used_bytes(self) -> int:
+        return 0
 
     def kv_budget_bytes(self) -> int:
         return kv_budget_bytes(self._world_size)

@@ -48,6 +48,13 @@ def open_devices(config: EngineConfig) -> tuple[Device, ...]:
         raise ConfigError(f"{flag}: {error}; the packages of peg[cuda] are needed") from None
 
 
+def refuse_weights(devices: Sequence[Device], rank_bytes: Sequence[int]) -> None:
+    """Before anything is loaded: raises ConfigError where the weights of the ranks on a GPU do not fit on it."""
+    for device, size_bytes in zip(devices, rank_bytes, strict=True):
+        if isinstance(device, CudaDevice):
+            device.refuse_weights(size_bytes)
+
+
 def open_nccl(config: EngineConfig) -> Nccl | None:
     """The library that the ranks talk through, None where they do not need one. Raises ConfigError."""
     if config.devices == ("cpu",) or config.tensor_parallel_size == 1:

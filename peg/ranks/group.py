@@ -25,10 +25,11 @@ from peg.ranks.aborts import Aborts
 from peg.ranks.blueprint import Blueprint, draw_blueprint
 from peg.ranks.clock import Clock, join_all
 from peg.ranks.device import Device
-from peg.ranks.devices import open_devices, open_nccl
+from peg.ranks.devices import open_devices, open_nccl, refuse_weights
 from peg.ranks.faults import GroupFaults, RankComm, RankFaults
 from peg.ranks.lockstep import Lockstep
 from peg.ranks.meeting import Meeting
+from peg.ranks.memory import tell_memory
 from peg.ranks.nccl import Nccl
 from peg.ranks.rank import Rank
 from peg.ranks.tickets import Answer, Ticket
@@ -93,6 +94,7 @@ class RankGroup:
         try:
             devices, self._nccl = open_devices(self._config), open_nccl(self._config)
             blueprint = draw_blueprint(self._config)
+            refuse_weights(devices, [blueprint.rank_weight_bytes(rank) for rank in range(self._world_size)])
             clock.lap("validate")
             self._meeting = Meeting(self._world_size, 0, self._nccl)
             self._start_threads(blueprint, devices)
@@ -104,6 +106,9 @@ class RankGroup:
             capacities = blueprint.capacities(self._kv_budget_bytes())
             self._all_do(MakeCache(capacities), within(MakeCache))
             clock.lap("warm up")
+            tell_memory(
+                [(rank.runner.device, rank.runner.used) for rank in self._ranks], blueprint.kv_bytes(capacities)
+            )
             loaded = True
         finally:
             if not loaded:

@@ -26,4 +26,6 @@ class Meeting:
         host = ThreadComm(self._rendezvous, rank)
         if self._nccl is None:
             return host
-        return NcclComm(self._nccl, host, self._unique_id, device.stream)
+        comm = NcclComm(self._nccl, host, self._unique_id, device.stream)
+        comm.hold(device.place)
+        return comm

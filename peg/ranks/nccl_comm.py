@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from peg.errors import CommAborted
+from peg.ranks.capture import capture
 from peg.ranks.nccl import Nccl
 from peg.ranks.thread_comm import ThreadComm
 
@@ -23,6 +24,7 @@ _DTYPES: Mapping[torch.dtype, int] = {
     torch.bfloat16: 9,
 }
 _GRACE_S = 0.25
+_HOLD_S = 60.0
 _TICK_S = 0.001
 
 
@@ -32,6 +34,11 @@ class NcclComm:
     `poll` and `abort` may come from any thread, all else from the rank's own. Barriers are met on the host, through
     `host`. Collectives are enqueued and return; after an abort the kernels end as if all were well, with garbage in
     their outputs, so what a step computed may be handed out only if `poll` finds nothing once the step is done.
+
+    NCCL frees a communicator when the last rank of the process aborts its own, and does not look whether kernels are
+    still to come on our streams: they would read memory that is gone. But it does wait for captured collectives. So
+    after `hold` there is one graph with a collective in it, which is never run, and which `close` gives back once the
+    rank's stream is done: an abort raises the flags at once, and frees only then.
 
     `_busy` is true while the rank's thread may be inside NCCL: freeing a communicator under it would be fatal.
     `_lock` is held for a look at the communicator or for marking it gone, never while anything waits. `entered`, where
@@ -54,6 +61,19 @@ class NcclComm:
         self._busy = False
         self._aborting = threading.Thread(target=self._abort, name=f"peg-abort-{host.rank}", daemon=True)
         self._comm = nccl.connect(host.world_size, host.rank, unique_id)
+        self._held: torch.cuda.CUDAGraph | None = None
+
+    def hold(self, device: torch.device) -> None:
+        """Let nothing be freed before `close`. Every rank calls it, before all else."""
+        nothing = torch.zeros(1, device=device)
+        self._host.barrier(_HOLD_S)
+        self.all_reduce_(nothing)
+        torch.cuda.current_stream(device).synchronize()
+        for turn in range(self.world_size):
+            self._host.barrier(_HOLD_S)
+            if turn == self.rank:
+                self._held = capture(lambda: self.all_reduce_(nothing))
+        self._host.barrier(_HOLD_S)
 
     @property
     def waits(self) -> bool:
@@ -98,8 +118,14 @@ class NcclComm:
         self._aborting.start()
 
     def close(self, deadline_s: float) -> None:
-        """Abort, since a group that is done with has nothing left to flush. Raises TimeoutError if NCCL hangs in it."""
+        """Abort, since a group that is done with has nothing left to flush; the rank's stream must be done.
+
+        Raises TimeoutError if NCCL hangs in it.
+        """
         self.abort("the communicator is closed")
+        if self._held is not None:
+            self._held.reset()
+            self._held = None
         self._aborting.join(deadline_s)
         if self._aborting.is_alive():
             raise TimeoutError(f"rank {self.rank}: NCCL did not come back from an abort within {deadline_s:g} s")

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from peg.checkpoint.source import shard_size
+from peg.errors import RankError
 from peg.kernels.ordering import key_ids
 from peg.models.comm import Communicator
 from peg.models.family import Model
@@ -59,6 +60,7 @@ class Runner:
         self.device = device
         self.caches: list[LayerCache] = []
         self.kv_budget_bytes = 0
+        self.used: dict[str, int] = {}  # of the device's memory, after each phase of the start
         self._blueprint = blueprint
         self._enter = enter
         config = blueprint.family_config
@@ -83,6 +85,7 @@ class Runner:
     def load(self) -> None:
         """Make the thread and the device this rank's, read its weights and build the model."""
         self.device.enter()
+        self.used["context"] = self.device.used_bytes()
         plan = self._blueprint
         self._model = plan.family.load(plan.family_config, plan.source(self.rank, self.device.place))
         self._sampler.prepare()
@@ -94,17 +97,24 @@ class Runner:
                 block_size=plan.block_size,
                 vocab_share=self._share.size,
             )
+            self.used["weights"] = self.device.used_bytes()
             self._decoder = Decoder(sizes, self.device, self._digest, self._logits, self._pick)
 
     def connect(self, comm: Communicator) -> None:
         """Begin an epoch: this communicator, no row in use."""
         self._begin(comm)
+        self.used.setdefault("communicators", self.device.used_bytes())
         if self.caches:
             self._capture()
 
     def disconnect(self, deadline_s: float) -> None:
-        """End an epoch, whose steps are done. The graphs go first: NCCL gives nothing back while one is there."""
+        """End an epoch, whose steps are done. The graphs go first: NCCL gives nothing back while one is there.
+
+        Raises RankError where the device is of no further use: after a sticky error every call fails.
+        """
         if self._decoder is not None:
+            if not self.device.usable():
+                raise RankError(f"{self.device.name} is of no further use to this process")
             self._decoder.reset()
         if self._comm is not None:
             self._comm.close(deadline_s)
@@ -115,8 +125,7 @@ class Runner:
         First each rank by itself: loading a kernel may wait for the device, which must not wait for a peer then.
         """
         plan, comm = self._blueprint, self.comm
-        caches = self._make([GroupCapacity(group, 1) for group in plan.groups])
-        self.caches = caches
+        self.caches = self._make([GroupCapacity(group, 1) for group in plan.groups])
         for _ in self._turns():
             self._begin(SilentComm(self.rank, plan.world_size))
             with self.device.workspace(_RULE_BYTES * plan.max_num_seqs * self._share.size):
@@ -124,7 +133,11 @@ class Runner:
             self._begin(comm)
         self._rehearse(alone=False)
         self._begin(comm)
+        comm.barrier(_WARM_UP_S)
+        self.used["workspace"] = self.device.used_bytes()
+        comm.barrier(_WARM_UP_S)
         self._capture()
+        self.used["graphs"] = self.device.used_bytes()
         self.kv_budget_bytes = self.device.kv_budget_bytes()
         comm.barrier(_WARM_UP_S)
         if self._decoder is not None:
@@ -136,6 +149,8 @@ class Runner:
         with self.device.pools():
             self.caches = self._make(capacities)
         self._capture()
+        self.comm.barrier(_WARM_UP_S)
+        self.used["ready"] = self.device.used_bytes()
 
     def _make(self, capacities: Sequence[GroupCapacity]) -> list[LayerCache]:
         plan = self._blueprint

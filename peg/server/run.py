@@ -20,6 +20,7 @@ from peg.config import EngineConfig, ServerConfig
 from peg.engine import Engine
 from peg.errors import EngineUnavailable
 from peg.server.app import build_app
+from peg.server.garbage import collect_at_rest
 from peg.server.service import Service
 from peg.server.status import tell_status
 
@@ -78,6 +79,8 @@ async def live(service: Service) -> int:
             return await ended
         _tell_ready(service)
         tasks.append(asyncio.create_task(tell_status(service, service.config.status_interval_s)))
+        if any(device != "cpu" for device in service.engine.info.devices):
+            tasks.append(asyncio.create_task(collect_at_rest(service.engine)))
         await _first(ended, stopping)
         if not ended.done():
             await _drain(service)

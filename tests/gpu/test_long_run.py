@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from peg.checkpoint.synth_config import SynthOptions
 from peg.commands.synth import synth
@@ -31,6 +33,7 @@ class Held:
     reserved_bytes: int
     segments: int
     allocations: int
+    kernels: int
 
     @classmethod
     def now(cls) -> Held:
@@ -41,7 +44,15 @@ class Held:
             stats["reserved_bytes.all.current"],
             stats["segment.all.current"],
             stats["segment.all.allocated"],
+            loaded_kernels(),
         )
+
+
+def loaded_kernels() -> int:
+    """How many compiled forms of peg's kernels are loaded."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("peg.kernels.")]
+    kernels = {value for module in modules for value in vars(module).values() if isinstance(value, triton.JITFunction)}
+    return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
 
 def drawn(dice: random.Random, number: int) -> SequenceRequest:
@@ -95,7 +106,7 @@ async def test_memory_is_flat(world_size: int, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     synth(SynthOptions(family="gemma4-31b", window=64), folder)
     options = on_card(world_size) | {"kv_cache_memory_bytes": 8 << 20, "max_model_len": 512, "block_size": 16}
-    async with running(folder, **options, dtype="bfloat16", max_num_batched_tokens=256) as engine:
+    async with running(folder, **options, dtype="bfloat16", max_num_batched_tokens=256, enforce_eager=True) as engine:
         ready, free, steps = Held.now(), engine.stats().scheduler, Steps(engine)
         await asyncio.gather(*(load(engine, seed, steps) for seed in range(1, 25)))
         while engine.stats().scheduler.steps_in_flight:  # noqa: ASYNC110 (nothing tells of the last commit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ from peg.commands.synth import synth
 from peg.config import EngineConfig
 from peg.deadlines import Deadlines
 from peg.engine import Engine
+from peg.errors import EngineUnavailable
 from peg.failure import EngineState, Fault, FaultKind, FaultPlace, FaultPoint
 from peg.plan import FinishReason, SamplingParams, SequenceRequest
+from peg.ranks.faults import RankFaults
 from tests.gpu.cards import needs_card, on_card
 from tests.gpu.test_graphs import tokens
 
@@ -116,16 +119,23 @@ async def test_every_fault_is_recovered_from(world_size: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("place", [FaultPlace.LOAD, FaultPlace.CONNECT, FaultPlace.MAKE_CACHE])
-async def test_a_rank_that_fails_in_the_start(place: FaultPlace, tmp_path: Path) -> None:
+async def test_a_rank_that_fails_in_the_start(
+    place: FaultPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failed load, connection or capture ends the start with its cause; no rank is left behind."""
+
+    class Armed(RankFaults):
+        def __init__(self, rank: int) -> None:
+            super().__init__(rank)
+            if rank == 1:
+                self.arm(Fault(FaultKind.RAISE, 1, place=place), 0, -1)
+
+    monkeypatch.setattr("peg.ranks.group.RankFaults", Armed)
     synth(SynthOptions(family="llama"), tmp_path / "model")
     engine = engine_on(tmp_path / "model", 2)
-    starting = asyncio.create_task(engine.start())
-    while not engine._group._ranks:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    faults = engine._group._ranks[1].faults
-    assert faults is not None
-    faults.arm(Fault(FaultKind.RAISE, 1, place=place), 0, -1)
-    with pytest.raises(Exception, match="injected on rank 1"):
-        await starting
-    await engine.close()
+    try:
+        with pytest.raises(EngineUnavailable, match="injected on rank 1"):
+            await engine.start()
+    finally:
+        await engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("peg-rank")]
