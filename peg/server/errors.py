@@ -108,8 +108,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     """Turn whatever a handler raises into the answer: JSON, or the last event of a stream that has begun."""
     try:
         return await handler(request)
-    except ConnectionError:  # the client has left: nobody is there to be told
-        raise
+    except ConnectionError:  # the client has left: nobody is there to be told, and it is no fault of anybody's
+        return web.Response(status=499)
     except Exception as error:  # the one broad except of the server: every error has the same shape
         answer = as_api_error(error, request)
         stream: EventStream | None = request.get(STREAM)
