@@ -101,7 +101,8 @@ def main(directory: Path, model: str, url: str, batch_size: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tasks(folder)
-        theirs, metrics = responses("hf", {"pretrained": str(directory), "dtype": "float32"}, folder, 1)
+        own = {"pretrained": str(directory), "dtype": "float32", "device": "cpu"}
+        theirs, metrics = responses("hf", own, folder, 1)
         ours, our_metrics = responses("local-completions", served, folder, batch_size)
         again, _ = responses("local-completions", served, folder, batch_size)
     worst = furthest(theirs, ours)
