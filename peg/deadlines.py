@@ -68,8 +68,8 @@ class IssuedStep:
 class StepClock:
     """The deadlines of the steps in flight.
 
-    `issued` and `committed` are called by the loop, `late` by the supervisor's thread; the deque's ends are the only
-    thing both touch.
+    `issued` and `committed` are called by the loop, `oldest` and `excuse` by the supervisor's thread; the deque's ends
+    are the only thing both touch.
     """
 
     def __init__(self, deadlines: Deadlines) -> None:
@@ -93,6 +93,15 @@ class StepClock:
         if self._flight:
             self._flight[0].clock_s = now
         self.last_commit_s = now
+
+    def excuse(self, lost_s: float, now: float) -> None:
+        """The whole process stood still (a machine put to sleep, SIGSTOP, a debugger): nobody was late meanwhile.
+
+        A call that keeps the interpreter lock looks the same from here; the deadman ends one that never returns.
+        """
+        oldest = self.oldest()
+        if oldest is not None:
+            oldest.clock_s = min(now, oldest.clock_s + lost_s)
 
     def restart(self) -> None:
         """A new epoch: nothing is in flight."""

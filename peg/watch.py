@@ -9,6 +9,7 @@ from peg.deadlines import Deadlines, IssuedStep, StepClock
 from peg.failure import Cause, CauseKind, EngineState, Heartbeat
 
 _IDLE = "idle"
+_PAUSED_S = 1.0  # a supervisor that did not come round for so long was stopped, and so was everyone else
 
 
 class RankPort(Protocol):
@@ -42,12 +43,15 @@ class Watch:
     def __init__(self, deadlines: Deadlines, clock: StepClock) -> None:
         self._deadlines = deadlines
         self._clock = clock
-        self._started_s = time.monotonic()
+        self._started_s = self._looked_s = time.monotonic()
         self._error_since_s: float | None = None
 
     def look(self, state: EngineState, ranks: RankPort) -> Cause | None:
         """The first thing that is wrong, None while all is well."""
         now = time.monotonic()
+        if now - self._looked_s > _PAUSED_S:
+            self._clock.excuse(now - self._looked_s, now)
+        self._looked_s = now
         return (
             self._start_overdue(state, now)
             or self._rank_dead(ranks)

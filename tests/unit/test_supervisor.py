@@ -14,6 +14,7 @@ from peg.failure import Cause, CauseKind, EngineState, Heartbeat
 from peg.plan import Slice, StepPlan
 from peg.process_end import ProcessEnd
 from peg.supervisor import EngineDoors, Supervisor
+from peg.watch import Watch
 
 QUICK = Deadlines(
     start_s=30,
@@ -265,6 +266,17 @@ def test_step_deadline_adapts() -> None:
     time.sleep(0.03)
     clock.committed(2)
     assert QUICK.step_floor_s < clock.limit_s(shape.shape) <= QUICK.step_cap_s
+
+
+def test_nobody_is_late_while_the_process_stands_still() -> None:
+    """Time in which not even the supervisor ran does not count; from then on the deadline runs as ever."""
+    clock = StepClock(QUICK)
+    clock.issued(step(7))
+    watch, ranks = Watch(QUICK, clock), ScriptedRanks()
+    ranks.beats = (Heartbeat(0, "forward", 7, time.monotonic()),)
+    time.sleep(1.1)
+    assert watch.look(EngineState.READY, ranks) is None
+    assert within(0.3, lambda: watch.look(EngineState.READY, ranks) is not None)
 
 
 @pytest.fixture
