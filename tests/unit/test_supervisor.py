@@ -288,7 +288,7 @@ def rebuilding() -> object:
 
 
 def test_rebuild_begins_a_new_epoch(rebuilding: Rig) -> None:
-    """Under the policy rebuild the engine is READY again, in a new epoch, without a cause, the deadman put off again."""
+    """Under the policy rebuild the engine is READY again: a new epoch, no cause, the deadman put off again."""
     supervisor = rebuilding.supervisor
     supervisor.fail(cause("x"))
     assert within(2, lambda: len(supervisor.rebuilt) == 1)
