@@ -33,6 +33,7 @@ from peg.plan import (
     StepPlan,
     Terminal,
     TokenLogprobs,
+    Unread,
 )
 from peg.process_end import ProcessEnd
 from peg.ranks.group import RankGroup
@@ -80,8 +81,8 @@ class TokenStream:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs | None] = []
         self._reader: asyncio.Future[None] | None = None
-
         self._new_future = asyncio.get_running_loop().create_future
+
     @property
     def unread_tokens(self) -> int:
         """Tokens that wait for the reader."""
@@ -383,6 +384,9 @@ class Engine:
             case StepFailed():
                 log.warning("step failed, the engine goes on", step=outcome.step, cause=outcome.message)
                 return self._scheduler.fail_step(outcome.step, outcome.message)
+            case Unread():
+                log.warning("step not readable, the engine goes on", step=outcome.step, cause=outcome.message)
+                return self._scheduler.lose_step(outcome.step, outcome.message)
             case Skipped():
                 return []  # taken back when the step ahead of it failed
             case _:

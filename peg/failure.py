@@ -92,6 +92,7 @@ class FaultKind(enum.StrEnum):
     WRONG_SHAPE = "wrong_shape"
     WRONG_TOKEN = "wrong_token"
     WRONG_DIGEST = "wrong_digest"
+    UNREADABLE = "unreadable"
     ABORT_HANGS = "abort_hangs"
     ABORT_RAISES = "abort_raises"
     COMM_ERROR = "comm_error"
@@ -112,6 +113,7 @@ FAULT_EFFECTS: Mapping[FaultKind, str] = {
     FaultKind.WRONG_SHAPE: "the rank issues a collective of another shape",
     FaultKind.WRONG_TOKEN: "the rank tells another sampled id",
     FaultKind.WRONG_DIGEST: "the rank tells that it stored something else",
+    FaultKind.UNREADABLE: "the rank cannot read what came of the step",
     FaultKind.ABORT_HANGS: "the rank raises, and the abort of its communicator never returns",
     FaultKind.ABORT_RAISES: "the rank raises, and the helper that aborts its communicator fails",
     FaultKind.COMM_ERROR: "the rank's communicator reports an asynchronous error",

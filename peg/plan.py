@@ -248,6 +248,15 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """A step that all ranks have done, and one could not tell of: that costs the sequences it had to tell of."""
+
+    step: int
+    epoch: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Skipped:
     """A step planned before the failure of the one ahead of it was known. Nothing of its plan was applied."""
 
@@ -255,7 +264,7 @@ class Skipped:
     epoch: int
 
 
-StepOutcome: TypeAlias = StepResult | StepFailed | Skipped
+StepOutcome: TypeAlias = StepResult | StepFailed | Unread | Skipped
 """What comes back for a plan, once each, in the order of the plans."""
 
 

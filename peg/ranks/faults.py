@@ -24,7 +24,7 @@ PlainComm: TypeAlias = SoloComm | ThreadComm | NcclComm
 _STALL_TICK_S = 0.002
 _FOR_EVER_S = 1 << 30
 _ON_COLLECTIVES = (FaultKind.SKIP, FaultKind.EXTRA, FaultKind.WRONG_SHAPE)
-_ON_ACKS = (FaultKind.WRONG_TOKEN, FaultKind.WRONG_DIGEST)
+_ON_ACKS = (FaultKind.WRONG_TOKEN, FaultKind.WRONG_DIGEST, FaultKind.UNREADABLE)
 
 
 class InjectedDeath(BaseException):
@@ -114,9 +114,11 @@ class RankFaults:
         return None
 
     def alter(self, ack: RankAck) -> RankAck:
-        """What the rank tells of a step."""
+        """What the rank tells of a step. Raises InjectedFault where that cannot be read."""
         with self._lock:
             kinds = [fault.kind for epoch, step, fault in self._armed if (epoch, step) == (ack.epoch, ack.step)]
+        if FaultKind.UNREADABLE in kinds:
+            raise InjectedFault(f"injected on rank {self._rank} while it read step {ack.step}")
         if FaultKind.WRONG_DIGEST in kinds:
             ack = replace(ack, digest=ack.digest ^ 1)
         if FaultKind.WRONG_TOKEN in kinds and ack.token_ids:

@@ -25,6 +25,7 @@ from peg.plan import (
     Skipped,
     StepFailed,
     StepPlan,
+    Unread,
     WarmUp,
 )
 from peg.ranks.blueprint import Blueprint
@@ -59,7 +60,7 @@ class RankListener(Protocol):
     def done(self, rank: int) -> None:
         """A rank carried out a command that is not a step."""
 
-    def answered(self, rank: int, answer: RankAck | StepFailed | Skipped) -> None:
+    def answered(self, rank: int, answer: RankAck | StepFailed | Unread | Skipped) -> None:
         """A rank ran a step, or will not."""
 
     def failed(self, cause: Cause, usage: UsageError | None) -> None:
@@ -234,6 +235,9 @@ class Rank:
         if plan is not None:
             scope = failure_scope(has_decode=plan.has_decode, phase=phase, world_size=self._world_size, error=error)
             if scope is Scope.REQUEST and self.runner.device.usable():
+                if phase == StepPhase.READ:
+                    self._listener.answered(self.rank, Unread(plan.step, plan.epoch, message))
+                    return
                 self._failed_steps += 1
                 self._due.append(StepFailed(plan.step, plan.epoch, message))
                 return

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from peg.failure import Cause, CauseKind
-from peg.plan import RankAck, Skipped, StepFailed, StepOutcome, StepResult
+from peg.plan import RankAck, Skipped, StepFailed, StepOutcome, StepResult, Unread
 
-Answer: TypeAlias = RankAck | StepFailed | Skipped
+Answer: TypeAlias = RankAck | StepFailed | Unread | Skipped
 """What one rank says about one step."""
 
 
@@ -30,6 +30,9 @@ class Ticket:
         """What all ranks together say; a cause where they do not agree."""
         answers = [self.answers[rank] for rank in range(self.world_size)]
         acks = [answer for answer in answers if isinstance(answer, RankAck)]
+        unread = next((answer for answer in answers if isinstance(answer, Unread)), None)
+        if unread is not None:
+            return (_divergence(acks) if acks else None) or unread
         first = answers[0]
         if not isinstance(first, RankAck):
             assert self.world_size == 1, "only a rank without peers fails a step by itself"

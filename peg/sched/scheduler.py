@@ -231,6 +231,22 @@ class Scheduler:
             self._queues.wait(sequence)
         return updates
 
+    def lose_step(self, step: int, message: str) -> list[Update]:
+        """The oldest step that is out was done, but nobody can say what came of it: those it sampled for have FAILED.
+
+        Whoever was only stored goes on.
+        """
+        issued = self._flight.land(step)
+        updates: list[Update] = []
+        for piece, sequence in zip(issued.plan.slices, issued.sequences, strict=False):
+            if sequence.finished:
+                continue
+            if piece.samples or piece.targets:
+                updates.append(self._end(sequence, FinishReason.FAILED, message))
+            else:
+                self._store(sequence, piece.start, piece.count, ())
+        return updates
+
     # --- endings ------------------------------------------------------------------------------------------
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> Update:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+from peg.server.admission import admission_middleware
 from peg.server.auth import auth_middleware
 from peg.server.errors import error_middleware
 from peg.server.openapi import serve_document
@@ -22,7 +23,14 @@ _STALL_CHECK_S = 1.0
 def build_app(service: Service) -> web.Application:
     """The application over one service. It closes the engine when it is cleaned up; starting it is the runner's."""
     app = web.Application(
-        middlewares=[log_middleware, error_middleware, id_middleware, auth_middleware, timeout_middleware],
+        middlewares=[
+            log_middleware,
+            error_middleware,
+            id_middleware,
+            auth_middleware,
+            timeout_middleware,
+            admission_middleware,
+        ],
         client_max_size=service.config.max_body_bytes,
     )
     app[SERVICE] = service

@@ -41,5 +41,10 @@ ROUTES = (
     Route("POST", "/tokenize", tokens.tokenize, tokens.TokenizeRequest),
     Route("POST", "/detokenize", tokens.detokenize, tokens.DetokenizeRequest),
     Route("GET", "/admin/health", admin.admin_health),
+    Route("POST", "/admin/abort", admin.abort, admin.AbortRequest, disrupts=True),
+    Route("POST", "/admin/drain", admin.drain, admin.NothingRequest, disrupts=True),
+    Route("POST", "/admin/fail", admin.fail, admin.ReasonRequest, disrupts=True),
+    Route("POST", "/admin/rebuild", admin.rebuild, admin.ReasonRequest, disrupts=True),
+    Route("GET", "/admin/fault", admin.list_faults),
     Route("POST", "/admin/fault", admin.inject_fault, admin.FaultRequest, disrupts=True),
 )
