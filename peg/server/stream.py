@@ -41,7 +41,9 @@ class EventStream:
         request[STREAM] = self
 
     async def send(self, events: bytes) -> None:
-        """Write one or more whole events. Raises ConnectionError once the client has left."""
+        """Write one or more whole events, or nothing. Raises ConnectionError once the client has left."""
+        if not events:
+            return  # an empty chunk would end the body
         self.sent_s = time.monotonic()
         if self._flows and self._write_at_once(events):
             return
