@@ -21,6 +21,7 @@ _REQUIRED: Mapping[str, str] = {
 }
 _SHARED: Mapping[str, str] = {  # several ranks on one GPU
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "CUDA_MODULE_LOADING": "EAGER",  # loading a kernel waits for the GPU, on which a peer may wait for this rank
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # two streams that share a queue would wait for each other for ever
 }
 _MANY_SHARED: Mapping[str, str] = {"NCCL_MAX_CTAS": "8"}  # over two of them: all kernels must fit at once

@@ -21,6 +21,7 @@ from peg.kernels.device import on_cpu
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 128  # fewer cost a call of the reference as much as these
 _MAX_SPLITS = 64
+_AT_ONCE = 8  # splits
 _LEAST_DOT = 16  # elements that the matrix units take of a head
 _FILLING = 264  # programs that keep a large card busy: two a multiprocessor of an H200
 
@@ -205,7 +206,7 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, sc
         q.stride(0), plan.tables.stride(0), splits, G, H // G, B, D, plan.window or 0,
         max(16, triton.next_power_of_2(H // G)), block_d, block_n, num_warps=4, num_stages=3,
     )  # fmt: skip
-    combine_kernel[(S, H)](part, lse, layout.query_starts, out, H, D, splits, block_d)
+    combine_kernel[(S, H)](part, lse, layout.query_starts, out, splits, H, D, _MAX_SPLITS, _AT_ONCE, block_d)
 
 
 def _splits(plan: AttentionPlan, programs: int, block_n: int) -> int:

@@ -87,23 +87,35 @@ def decode_kernel(
     tl.store(p_lse + o_part, b_max + tl.log2(b_sum), mask=o_m < GROUP)  # −inf for a split without keys
 
 
-@triton.jit(do_not_specialize_on_alignment=["p_starts"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["p_starts"])
 def combine_kernel(
-    p_part, p_lse, p_starts, p_out, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """The splits of one query head, weighed by their shares of the softmax; zeros for an empty context."""
+    p_part, p_lse, p_starts, p_out, num_splits,
+    H: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The splits of one query head, weighed by their shares of the softmax; zeros for an empty context.
+
+    One compiled form for any number of splits: a kernel that is loaded while a peer waits may wait for it for ever.
+    """
     i_s, i_h = tl.program_id(0), tl.program_id(1)
     i_t = tl.load(p_starts + i_s)
     if tl.load(p_starts + i_s + 1) - i_t != 1:
         return
     o_d = tl.arange(0, BLOCK_D)
-    o_part = (i_s * H + i_h).to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
-    b_lse = tl.load(p_lse + o_part)
+    first = (i_s * H + i_h).to(tl.int64) * num_splits
+    o_all = tl.arange(0, MAX_SPLITS)
+    b_lse = tl.load(p_lse + first + o_all, mask=o_all < num_splits, other=float("-inf"))
     b_max = tl.max(b_lse, 0)
-    b_share = tl.exp2(b_lse - tl.where(b_max == float("-inf"), 0.0, b_max))
-    b_part = tl.load(p_part + o_part[:, None] * D + o_d[None, :], mask=(o_d < D)[None, :], other=0.0)
-    b_sum = tl.sum(b_share, 0)
-    b_out = tl.sum(b_part * b_share[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
+    b_ref = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_sum = tl.sum(tl.exp2(b_lse - b_ref), 0)
+    b_out = tl.zeros([BLOCK_D], tl.float32)
+    for begin in range(0, num_splits, AT_ONCE):
+        o_p = begin + tl.arange(0, AT_ONCE)
+        live = o_p < num_splits
+        b_share = tl.exp2(tl.load(p_lse + first + o_p, mask=live, other=float("-inf")) - b_ref)
+        inside = live[:, None] & (o_d < D)[None, :]
+        b_part = tl.load(p_part + (first + o_p)[:, None] * D + o_d[None, :], mask=inside, other=0.0)
+        b_out += tl.sum(b_part * b_share[:, None], 0)
+    b_out = b_out / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(p_out + (i_t.to(tl.int64) * H + i_h) * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
 
 

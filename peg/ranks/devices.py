@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 import torch
@@ -48,11 +48,11 @@ def open_devices(config: EngineConfig) -> tuple[Device, ...]:
         raise ConfigError(f"{flag}: {error}; the packages of peg[cuda] are needed") from None
 
 
-def refuse_weights(devices: Sequence[Device], rank_bytes: Sequence[int]) -> None:
+def refuse_weights(devices: Sequence[Device], rank_bytes: Callable[[int], int]) -> None:
     """Before anything is loaded: raises ConfigError where the weights of the ranks on a GPU do not fit on it."""
-    for device, size_bytes in zip(devices, rank_bytes, strict=True):
+    for rank, device in enumerate(devices):
         if isinstance(device, CudaDevice):
-            device.refuse_weights(size_bytes)
+            device.refuse_weights(rank_bytes(rank))
 
 
 def open_nccl(config: EngineConfig) -> Nccl | None:

@@ -94,7 +94,7 @@ class RankGroup:
         try:
             devices, self._nccl = open_devices(self._config), open_nccl(self._config)
             blueprint = draw_blueprint(self._config)
-            refuse_weights(devices, [blueprint.rank_weight_bytes(rank) for rank in range(self._world_size)])
+            refuse_weights(devices, blueprint.rank_weight_bytes)
             clock.lap("validate")
             self._meeting = Meeting(self._world_size, 0, self._nccl)
             self._start_threads(blueprint, devices)
