@@ -36,15 +36,16 @@ def write_fixed_logits(target: Path) -> None:
             tensor.zero_()
         elif name.endswith("norm.weight"):
             tensor.fill_(1)
-    embedding.zero_()[:, 0] = 1
-    vocab_size, hidden_size = embedding.shape
-    head = torch.zeros(vocab_size, hidden_size)
-    head[:, 0] = _logits(Tokenizer.load(target), vocab_size) / hidden_size**0.5  # the norm brings the 1 to that root
+    embedding.zero_()[:, 0] = embedding.shape[1] ** 0.5  # of mean square 1, which the norm leaves as it is
+    head = torch.zeros_like(embedding)
+    head[:, 0] = fixed_logits(target) / head.shape[1] ** 0.5
     save_file({**weights, "lm_head.weight": head}, target / "model.safetensors", metadata={"format": "pt"})
 
 
-def _logits(tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
-    """float32 [V]: a few nats apart, the likeliest first of all, and the end likely enough to be sampled often."""
+def fixed_logits(directory: Path) -> torch.Tensor:
+    """float32 [V]: a few nats apart, LIKELIEST first of all, and the end likely enough to be sampled often."""
+    tokenizer = Tokenizer.load(directory)
+    vocab_size = json.loads((directory / "config.json").read_text("utf-8"))["vocab_size"]
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(_SEED))
     logits[list(tokenizer.special_ids)] = 2.0
     logits[tokenizer.encode(LIKELIEST)] = 5.0
