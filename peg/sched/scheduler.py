@@ -94,7 +94,9 @@ class Scheduler:
             self._ledger.reject()
             raise
         stop_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | self._limits.eos_token_ids
-        sequence = Sequence(self._next_seq_id, request, feed, max_tokens, stop_ids, self._memory.new_tables(), mask)
+        sequence = Sequence(self._next_seq_id, request, feed, max_tokens, stop_ids, self._memory.new_tables())
+        if mask is not None:
+            sequence.constrain(mask)
         self._next_seq_id += 1
         self._ledger.admit(sequence)
         self._queues.wait(sequence)

@@ -51,7 +51,6 @@ class Sequence:
         max_tokens: int,
         stop_ids: frozenset[int],
         tables: BlockTables,
-        mask: bytes | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.request = request
@@ -59,8 +58,8 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.tables = tables
-        self.mask = mask
-        self.constrained = mask is not None
+        self.mask: bytes | None = None
+        self.constrained = False
         self.prompt_len = len(request.prompt_ids)
         self.end = stored_at_most(self.prompt_len, max_tokens)
         self.outputs: list[int] = []
@@ -80,6 +79,11 @@ class Sequence:
     def waits_for_host(self) -> bool:
         """Whether its next step needs what the host does not have yet: the token sampled last, or the mask after it."""
         return self.constrained and (self.mask is None or self.planned >= self.known)
+
+    def constrain(self, mask: bytes) -> None:
+        """From here on only what a mask allows is sampled; this is the one for the first token."""
+        self.mask = mask
+        self.constrained = True
 
     def take(self, token: int) -> None:
         """A sampled token is committed."""
