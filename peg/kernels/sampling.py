@@ -22,8 +22,8 @@ class Choice:
     """How each row chooses among its tokens.
 
     temperatures float32 [rows], 0 for greedy; noise int64 [rows, 2] are `noise_key`s. Where there are `floors`
-    float32 [rows], tokens with a smaller logit cannot be chosen. `forbidden` int64 [n] cannot either, in any row: they
-    are places in the logits, not ids.
+    float32 [rows], tokens with a smaller logit cannot be chosen; those that `forbidden` bool [V] names cannot
+    either, in any row.
     """
 
     temperatures: Tensor
@@ -40,7 +40,7 @@ def best_keys(logits: Tensor, choice: Choice, first_id: int) -> Tensor:
     if not on_cpu("best_keys", logits):
         return _best_keys(logits, choice, first_id)
     if choice.forbidden is not None:
-        logits = logits.index_fill(1, choice.forbidden, float("-inf"))
+        logits = logits.masked_fill(choice.forbidden, float("-inf"))
     ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32)
     floors = [float("-inf")] * len(logits) if choice.floors is None else choice.floors.tolist()
     rows = zip(logits, choice.temperatures.tolist(), choice.noise.tolist(), floors, strict=True)
@@ -69,8 +69,8 @@ def _best_keys_kernel(
     o_v = i_block * BLOCK + tl.arange(0, BLOCK)
     allowed = o_v < V
     b_score = tl.load(p_logits + i_row.to(tl.int64) * V + o_v, mask=allowed, other=float("-inf"))
-    for index in tl.static_range(FORBIDDEN):
-        allowed = allowed & (o_v != tl.load(p_forbidden + index))
+    if FORBIDDEN:
+        allowed = allowed & (tl.load(p_forbidden + o_v, mask=allowed, other=1) == 0)
     if FLOORS:
         allowed = allowed & ((b_score >= tl.load(p_floors + i_row)) | (b_score != b_score))  # noqa: PLR0124 (NaN)
     b_score = tl.where(allowed, b_score, float("-inf"))
@@ -92,7 +92,7 @@ def _best_keys(logits: Tensor, choice: Choice, first_id: int) -> Tensor:
     floors, forbidden = choice.floors, choice.forbidden
     _best_keys_kernel[(rows, blocks)](
         logits, choice.temperatures, choice.noise,
-        logits if floors is None else floors, choice.noise if forbidden is None else forbidden,
-        out, first_id, V, floors is not None, 0 if forbidden is None else len(forbidden), _BLOCK,
+        logits if floors is None else floors, logits if forbidden is None else forbidden.view(torch.uint8),
+        out, first_id, V, floors is not None, forbidden is not None, _BLOCK,
     )  # fmt: skip
     return out.amax(dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from peg.checkpoint.dummy import DummySource
 from peg.checkpoint.manifest import Manifest
 from peg.checkpoint.reader import ShardReader
 from peg.checkpoint.source import Placement, TensorSource
+from peg.checkpoint.vocabulary import ids_without_token
 from peg.checkpoint.weights import StoredTensor, open_weights
 from peg.config import EngineConfig
 from peg.errors import ConfigError
@@ -39,7 +41,8 @@ _TORCH_DTYPES: Mapping[str, torch.dtype] = {
 class Blueprint:
     """What every rank builds from. `family_config` is what `family.parse` returned.
 
-    `stored` says where each tensor lies, None for random weights of `seed`.
+    `stored` says where each tensor lies, None for random weights of `seed`. `forbidden_token_ids` are neither sampled
+    nor taken in a prompt: the family's own, and those that the tokenizer has no token for.
     """
 
     directory: ModelDirectory
@@ -48,6 +51,7 @@ class Blueprint:
     manifest: Manifest
     stored: Mapping[str, StoredTensor] | None
     groups: tuple[KVGroup, ...]
+    forbidden_token_ids: tuple[int, ...]
     world_size: int
     dtype: str
     block_size: int
@@ -104,7 +108,7 @@ class Blueprint:
             dtype=self.dtype,
             vocab_size=self.family_config.vocab_size,
             eos_token_ids=self.directory.eos_token_ids,
-            forbidden_token_ids=self.family_config.forbidden_token_ids,
+            forbidden_token_ids=self.forbidden_token_ids,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
@@ -152,6 +156,7 @@ def draw_blueprint(config: EngineConfig) -> Blueprint:
         manifest=manifest,
         stored=None if config.load_format == "dummy" else open_weights(config.model_dir, manifest),
         groups=groups,
+        forbidden_token_ids=_forbidden_token_ids(config.model_dir, family_config),
         world_size=config.tensor_parallel_size,
         dtype=_choose_dtype(config, directory, family),
         block_size=config.block_size,
@@ -165,6 +170,11 @@ def draw_blueprint(config: EngineConfig) -> Blueprint:
     if config.kv_cache_memory_bytes is not None:
         blueprint.capacities(config.kv_cache_memory_bytes)
     return blueprint
+
+
+def _forbidden_token_ids(model_dir: Path, family_config: Any) -> tuple[int, ...]:
+    own = frozenset(family_config.forbidden_token_ids)
+    return tuple(sorted(own.union(ids_without_token(model_dir, family_config.vocab_size))))
 
 
 def _choose_dtype(config: EngineConfig, directory: ModelDirectory, family: type[Family]) -> str:

@@ -66,7 +66,7 @@ class Runner:
         config = blueprint.family_config
         share = shard_size(config.vocab_size, blueprint.world_size)
         self._share = Share(rank * share, share)
-        self._sampler = Sampler(rank * share, share, config.forbidden_token_ids, device)
+        self._sampler = Sampler(rank * share, share, blueprint.forbidden_token_ids, device)
         self._scorer = Scorer(rank * share, share)
         self._digest = WriteDigest()
         self._model: Model

@@ -53,13 +53,16 @@ class Sampler:
     def __init__(self, first_id: int, vocab_share: int, forbidden_ids: Sequence[int], device: Device) -> None:
         self._first_id = first_id
         self._device = device
+        self._share = vocab_share
         self._local = [token - first_id for token in forbidden_ids if 0 <= token - first_id < vocab_share]
         self._forbidden: Tensor | None = None
 
     def prepare(self) -> None:
         """Put on the device what every step needs."""
         if self._local:
-            self._forbidden = torch.tensor(self._local, dtype=torch.int64, device=self._device.place)
+            forbidden = torch.zeros(self._share, dtype=torch.bool)
+            forbidden[torch.tensor(self._local)] = True
+            self._forbidden = forbidden.to(self._device.place)
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], comm: Communicator) -> Tensor:
         """The order key int64 of each row's token, for logits float32 [rows, V/R], one row a draw.
@@ -94,7 +97,7 @@ class Sampler:
         there = self._device.upload((temperatures, noise, np.array(filtered), *columns))
         mine = logits.index_select(0, there[2])
         if self._forbidden is not None:
-            mine.index_fill_(1, self._forbidden, float("-inf"))
+            mine.masked_fill_(self._forbidden, float("-inf"))
         everyone = mine.new_empty(comm.world_size, *mine.shape)
         comm.all_gather(everyone, mine)
         whole = everyone.transpose(0, 1).flatten(1)

@@ -85,7 +85,7 @@ async def main():
         await ask(engine, [[3, 4, 5]], 1, top=20)
         idle = status("VmRSS:")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        (answer,) = await ask(engine, [list(range(10, 490))], 1, top=20)
+        (answer,) = await ask(engine, [list(range(10, 250)) * 2], 1, top=20)
         assert len(answer.scored) == 479
         print(status("VmHWM:") - idle)
 
