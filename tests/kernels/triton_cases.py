@@ -16,10 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from peg.kernels import activation, attention, cache, embedding, mailbox, norm, rope
+from peg.kernels import activation, attention, cache, embedding, mailbox, norm, rope, sampling
+from peg.kernels.gumbel import noise_key
 from peg.kernels.mailbox import DecodeColumns, Mailbox, RowState
 
-MODULES = (activation, attention, cache, embedding, mailbox, norm, rope)
+MODULES = (activation, attention, cache, embedding, mailbox, norm, rope, sampling)
 NAN = float("nan")
 
 
@@ -181,6 +182,25 @@ def turns_of_a_mailbox(site: Site) -> None:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+def choice_of_tokens(site: Site) -> None:
+    """Greedy and sampled rows over a vocabulary of more than a block, with floors and forbidden tokens and without."""
+    rows, vocab = 4, 5003
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1))
+    forbidden = torch.zeros(vocab, dtype=torch.bool)
+    forbidden[4990:] = True
+    forbidden[logits.argmax(1)] = True
+    temperatures = torch.tensor([0.0, 1.0, 0.0, 0.7])
+    noise = torch.tensor([noise_key(seed, 9) for seed in range(rows)])
+    floors = torch.tensor([0.0, 1.0, float("-inf"), 2.0])
+    for floor, mask in ((None, None), (floors, None), (None, forbidden), (floors, forbidden)):
+        choice = sampling.Choice(temperatures, noise, floor, mask)
+        expected = sampling.best_keys(logits, choice, 70)
+        there = [None if each is None else each.to(site.device) for each in (temperatures, noise, floor, mask)]
+        with site.kernels():
+            keys = sampling.best_keys(logits.to(site.device), sampling.Choice(*there), 70)  # type: ignore[arg-type]
+        assert keys.cpu().tolist() == expected.tolist()
+
+
 def vars_of(state: RowState) -> tuple[Tensor, Tensor]:
     return state.last_tokens, state.tables
 
@@ -244,6 +264,7 @@ CASES: Mapping[str, Case] = {
     "rotary embedding": rotary_embedding,
     "writes into the cache": writes_into_the_cache,
     "turns of a mailbox": turns_of_a_mailbox,
+    "choice of tokens": choice_of_tokens,
     "decode": Attend(9, 3, 16, (1, 1, 1), (1, 17, 70)),
     "decode, split": Attend(6, 2, 64, (1, 1, 1), (1, 300, 700)),
     "decode, split, window": Attend(6, 2, 64, (1, 1, 1), (300, 150, 700), window=200),
