@@ -89,7 +89,7 @@ class Sampler:
             return Choice(there[0], there[1], None, self._forbidden)
         params = [draws[row].params for row in filtered]
         columns = (
-            np.array([param.temperature for param in params]),
+            np.array([param.temperature for param in params], np.float64),
             np.array([param.top_k for param in params], np.int64),
             np.array([param.top_p for param in params], np.float64),
             np.array([param.min_p for param in params], np.float64),
