@@ -8,13 +8,17 @@ import click
 
 from peg.cli import cli
 from peg.errors import EngineUnavailable, InvalidRequest, RankError, UsageError
+from peg.process_end import ProcessEnd
 
 USAGE, ENGINE_FAILED, INTERRUPTED = 2, 70, 130
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == ENGINE_FAILED:
+        ProcessEnd().exit(code)  # what failed may stick in the interpreter's own winding up, too
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -79,7 +79,7 @@ class Supervisor:
         self._released = threading.Event()
         self._ranks: RankPort | None = None
         self._failed_in = EngineState.STARTING
-        self._armed_s = 0.0
+        self._armed_s = self._found_s = 0.0
         self._thread = threading.Thread(target=self._run, name="peg-supervisor", daemon=False)
 
     # --- called by the loop -----------------------------------------------------------------------------
@@ -107,7 +107,9 @@ class Supervisor:
         with self._lock:
             if self.state is not EngineState.REBUILDING:
                 return
+            assert self.cause is not None
             self.clock.restart()
+            self.rebuilt += (Rebuild(self.epoch, self.cause, time.monotonic() - self._found_s),)
             self.state, self.cause = EngineState.READY, None
             self.secondary.clear()
         self._tell("ready", EngineState.REBUILDING)
@@ -228,7 +230,7 @@ class Supervisor:
         """
         assert self._ranks is not None
         limits = self.deadlines
-        found_s = time.monotonic()
+        found_s = self._found_s = time.monotonic()
         rebuilds = self._may_rebuild(cause)
         self._end.arm(limits.exit_s + 1.0 + (limits.rebuild_s if rebuilds else 0.0))
         self._doors.answer_everyone(cause)
@@ -278,8 +280,7 @@ class Supervisor:
             if self.state is EngineState.REBUILDING:
                 self.state = EngineState.BROKEN
                 return False
-            done = Rebuild(self.epoch, cause, time.monotonic() - found_s)
-            self.rebuilt += (done,)
+            done = self.rebuilt[-1]
         log.info("engine rebuilt", epoch=done.epoch, took_s=round(done.took_s, 3), times=len(self.rebuilt))
         return True
 

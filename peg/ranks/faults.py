@@ -265,9 +265,12 @@ class GroupFaults:
         self._armed: list[tuple[int, FaultKind]] = []
         self._blind = False
 
-    def arm(self, kind: FaultKind, step: int) -> None:
-        """Strike when this step is issued."""
-        self._armed.append((step, kind))
+    def arm(self, fault: Fault, step: int) -> None:
+        """Strike when this step is issued; at once where a fault is for no step."""
+        if fault.place is FaultPlace.STEP:
+            self._armed.append((step, fault.kind))
+        else:
+            self._blind = fault.kind is FaultKind.SUPERVISOR_RAISES
 
     def issue(self, step: int) -> None:
         """A step is issued."""

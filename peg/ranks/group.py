@@ -172,7 +172,7 @@ class RankGroup:
         step, faults = self._last_step + fault.after_steps, self._rank_faults[fault.rank]
         assert faults is not None
         if fault.kind in (FaultKind.LOOP_RAISES, FaultKind.SUPERVISOR_RAISES):
-            self._faults.arm(fault.kind, step)
+            self._faults.arm(fault, step)
         else:
             faults.arm(fault, self._meeting.epoch, step)
 

@@ -73,7 +73,7 @@ OUTSIDE: Mapping[str, frozenset[str]] = {  # packages from outside that a zone m
 HTTP = "aiohttp"  # only the server knows it
 OPTIONAL = frozenset({"cuda", "nccl", "transformers"})  # packages that need not be there: with CUDA, with [dev]
 LIGHT = ("peg.__main__", "peg.cli", "peg.commands.flags")  # --help is instant: at their top only these
-CLI_TOP = ("click", "peg.cli", "peg.commands.flags", "peg.config", "peg.errors")  # and the standard library
+CLI_TOP = ("click", "peg.cli", "peg.commands.flags", "peg.config", "peg.errors", "peg.process_end")  # and the stdlib
 READ_ONLY = frozenset({"Mapping", "Sequence", "Set", "AbstractSet", "Collection", "Iterable"})
 MUTABLE = frozenset(
     {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count", "cycle"}
