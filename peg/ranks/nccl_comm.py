@@ -25,6 +25,8 @@ _DTYPES: Mapping[torch.dtype, int] = {
 }
 _GRACE_S = 0.25
 _HOLD_S = 60.0
+_TOGETHER = 16  # collectives, between which a model launches ten kernels at most
+_FOR_EVER_S = 1e6  # the supervisor knows how long a step may take
 _TICK_S = 0.001
 
 
@@ -83,17 +85,20 @@ class NcclComm:
     def all_reduce_(self, tensor: Tensor) -> None:
         pointer, count, dtype = _describe(tensor)
         self._issue(self._nccl.all_reduce, pointer, pointer, count, dtype)
+        self._keep_together(tensor)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         assert out.shape == (self.world_size, *tensor.shape), (out.shape, tensor.shape)
         assert out.dtype == tensor.dtype, (out.dtype, tensor.dtype)
         pointer, count, dtype = _describe(tensor)
         self._issue(self._nccl.all_gather, pointer, _describe(out)[0], count, dtype)
+        self._keep_together(tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         assert 0 <= root < self.world_size, root
         pointer, count, dtype = _describe(tensor)
         self._issue(self._nccl.broadcast, pointer, pointer, count, dtype, root)
+        self._keep_together(tensor)
 
     def replay(self, launch: Callable[[], None]) -> None:
         with self._inside():
@@ -134,6 +139,15 @@ class NcclComm:
         self.issued += 1
         with self._inside():
             call(*arguments, self._comm, self._stream)
+
+    def _keep_together(self, tensor: Tensor) -> None:
+        """Let no rank launch far ahead of another.
+
+        A GPU takes about a thousand launches in advance. Whoever has that many out waits in the driver, holding a lock
+        of the process, until his GPU goes on; which it must be able to do with what the others have launched.
+        """
+        if self.issued % _TOGETHER == 0 and tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._host.barrier(_FOR_EVER_S)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
