@@ -70,6 +70,11 @@ def test_tokens_that_wait_are_bounded(echo: EngineConfig) -> None:
         full = server.complete([65] * 41, max_tokens=1)
         assert (full.status, full.headers["retry-after"]) == (429, "1")
         assert "101 tokens would wait: at most 100 may" in full.error["message"]
+        admitted = server.call(lambda: server.service.engine.stats().scheduler.counters.admitted)
+        assert server.complete([[65] * 30, [66] * 30], max_tokens=1).status == 429
+        assert server.call(lambda: server.service.engine.stats().scheduler.counters.admitted) == admitted, (
+            "not even one"
+        )
         never = server.complete([65], n=200, max_tokens=1)
         assert (never.status, never.error["type"]) == (400, "invalid_request_error")
         server.group.go.set()
