@@ -66,6 +66,7 @@ CASES: tuple[tuple[str, int, int], ...] = (
     ("GET /metrics", 1, 0),
     ("GET /v1/models", 1, 0),
     ("GET /admin/health", 1, 0),
+    ("GET /admin/fault", 1, 0),
 )
 
 
@@ -160,8 +161,8 @@ def fuzz(served: Target, label: str, mode: GenerationMode, count: int, most_toke
                 if label.partition(" ")[2] in GENERATING:
                     served.served[answer.result().status_code] += 1
                 case.validate_response(answer.result(), checks=checks)
-            except Exception as error:
-                served.faults.append(f"{type(error).__name__}: {error}\n{case.as_curl_command()}"[:2000])
+            except (Exception, BaseExceptionGroup) as error:  # a group of failures is no Exception
+                served.faults.append(f"{type(error).__name__}: {error}\n{label} {case.body!r}"[:3000])
 
         return look
 
@@ -177,6 +178,8 @@ def fuzz(served: Target, label: str, mode: GenerationMode, count: int, most_toke
             suppress_health_check=list(HealthCheck),
         )
         def ask(case: Any) -> None:
+            if served.faults:
+                return  # one is enough to read
             free.acquire()
             pool.submit(case.call, session=session, timeout=60).add_done_callback(answered(case))
 
