@@ -129,8 +129,9 @@ def test_failures_are_answered_in_order(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_the_device_did_wrong_is_the_steps_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that shows only at the end of a step breaks the engine, named by rank, step and phase."""
+    """An error that shows only at the end of a step, and stays, breaks the engine, named by rank, step and phase."""
     with slow_group(tmp_path, monkeypatch) as (tiny, device):
+        monkeypatch.setattr(device, "usable", lambda: False)
         tiny.group.run(tiny.prefill([5, 6, 7]))
         tiny.result()
         device.hold()
