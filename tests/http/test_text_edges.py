@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -122,3 +124,17 @@ def test_roles_and_parts(server: Server, messages: list[dict[str, Any]]) -> None
     """Roles, both forms of content and nulls come to the same text."""
     said = server.post(CHAT, {"messages": messages, "max_tokens": 2}).json
     assert said["choices"][0]["message"]["content"] == "the cat"
+
+
+def test_an_old_client_gets_its_stream_unchunked(server: Server) -> None:
+    """HTTP/1.0 knows no chunks: the same events, and the end of the connection ends them."""
+    body = b'{"prompt": "the cat", "max_tokens": 4, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(server.address, timeout=5) as sock:
+        sock.sendall(head + body)
+        received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    head, _, events = received.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    *documents, done, rest = events.decode().split("\n\n")
+    assert joined([json.loads(each.removeprefix("data: ")) for each in documents]) == "the catthe cat"
+    assert (done, rest) == ("data: [DONE]", "")
