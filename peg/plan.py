@@ -97,7 +97,8 @@ class SequenceRequest:
     """One sequence to run, as `Engine.submit` takes it. A request with n choices is n of these.
 
     `max_tokens` None means: up to the context. The model's own end-of-sequence ids stop it unless `ignore_eos`.
-    `prompt_logprobs` is the number of top logprobs wanted at every prompt position, None for none. A smaller `priority` goes first; any but 0 needs an engine that goes by priorities.
+    `prompt_logprobs` is the number of top logprobs wanted at every prompt position, None for none. A smaller `priority`
+    goes first; any but 0 needs an engine that goes by priorities.
     """
 
     request_id: str
