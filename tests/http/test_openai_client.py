@@ -108,7 +108,7 @@ def test_logprobs(client: OpenAI) -> None:
         model="echo", messages=[{"role": "user", "content": "é"}], max_tokens=1, logprobs=True, top_logprobs=2
     )
     assert chat.choices[0].logprobs is not None
-    (token,) = chat.choices[0].logprobs.content or ()
+    (token,) = chat.choices[0].logprobs.content or []
     assert (token.token, bytes(token.bytes or ())) == ("é", "é".encode())
     assert [top.logprob for top in token.top_logprobs] == [-0.5, -1.5]
     completion = client.completions.create(model="echo", prompt="the cat", max_tokens=0, logprobs=1, echo=True)
