@@ -244,7 +244,8 @@ class Supervisor:
                 self._armed_s = 0.0
                 return True
             self._ranks.abort(str(cause), limits.abort_s)
-        self._go(found_s if not rebuilds else time.monotonic())
+        left_s = limits.join_s + min(1.0, limits.exit_s / 4)  # a rebuild that failed late leaves at least that much
+        self._go(max(found_s, time.monotonic() + left_s - limits.exit_s))
         return False
 
     def _may_rebuild(self, cause: Cause) -> bool:
@@ -267,7 +268,7 @@ class Supervisor:
         left_s = partial(_left_s, found_s + self.deadlines.rebuild_s, 0.0)
         self._tell("rebuilding", EngineState.BROKEN, cause)
         try:
-            self._ranks.rebuild(self.epoch, left_s())
+            self._ranks.rebuild(self.epoch, left_s(), self.deadlines.join_s)
         except RankError as error:
             self.fail(Cause(kind=CauseKind.STARTUP_FAILED, message=f"not rebuilt: {error}"))
             log.warning("not rebuilt", error=str(error))

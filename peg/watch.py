@@ -33,8 +33,8 @@ class RankPort(Protocol):
     def join(self, deadline_s: float) -> bool:
         """Wait for the rank threads to end; whether all did."""
 
-    def rebuild(self, epoch: int, deadline_s: float) -> None:
-        """New communicators for a new epoch, weights kept. Raises RankError where a rank does not come back."""
+    def rebuild(self, epoch: int, deadline_s: float, back_s: float) -> None:
+        """New communicators for a new epoch, weights kept. Raises RankError where a rank is not back in `back_s`."""
 
 
 class Watch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from peg.config import EngineConfig
 from peg.errors import CommAborted, ConfigError, InvalidRequest, RankError, UsageError
@@ -117,14 +118,14 @@ class RankGroup:
         names = tuple(device.name for device in devices)
         return blueprint.describe(capacities, names, self._comms[0].kind, clock.laps)
 
-    def rebuild(self, epoch: int, deadline_s: float) -> None:
+    def rebuild(self, epoch: int, deadline_s: float, back_s: float = inf) -> None:
         """Begin a new epoch after a failure: new communicators, empty rows; weights and pools stay.
 
-        Raises RankError where a rank does not come back to its queue in time, or its communicator to life. What the
+        Raises RankError where a rank is not back at its queue within `back_s`, or not connected in time. What the
         ranks have to tell of the old epoch they have told by the time this returns.
         """
         clock = Clock(deadline_s)
-        self._all_do(Settle(), clock.left_s)
+        self._all_do(Settle(), min(back_s, clock.left_s))
         meeting = Meeting(self._world_size, epoch, self._nccl)
         with self._lock:
             self._meeting, self._comms, self._aborts, self._reason = meeting, {}, None, None

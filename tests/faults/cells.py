@@ -133,11 +133,20 @@ def table() -> Iterator[tuple[Cell, str | None]]:
         points = tuple(FaultPoint) if kind in EVERYWHERE else (FaultPoint.BEFORE,)
         for rank, (index, point) in product(ranks, enumerate(points)):
             cell = Cell(kind, phase, world_size, rank, point, policy)
-            other = (
-                POLICIES[(rank + index) % 2] != policy and why_not(replace(cell, policy=other_policy(policy))) is None
-            )
-            halved = kind in EVERYWHERE and other
-            yield cell, "every second rank and point has the other policy" if halved else why_not(cell)
+            yield cell, why_not(cell) or _takes_turns(cell, index)
+
+
+def _takes_turns(cell: Cell, index: int) -> str | None:
+    """Where there are many cells, each has one of the policies, and all policies have cells."""
+    if cell.kind in EVERYWHERE:
+        turn = cell.rank + index
+    elif cell.kind in FOR_EVER:
+        turn = cell.world_size + list(Phase).index(cell.phase)
+    else:
+        return None
+    other = replace(cell, policy=other_policy(cell.policy))
+    its_turn = POLICIES[turn % 2] == cell.policy or why_not(other) is not None
+    return None if its_turn else "the policies take turns over ranks, points and phases"
 
 
 def other_policy(policy: str) -> str:

@@ -99,7 +99,7 @@ class ToldGroup:
     def join(self, deadline_s: float) -> bool:
         return True
 
-    def rebuild(self, epoch: int, deadline_s: float) -> None:
+    def rebuild(self, epoch: int, deadline_s: float, back_s: float = 0.0) -> None:
         self.calls.append("rebuild")
         self.plans.clear()
 

@@ -74,7 +74,7 @@ class ScriptedRanks:
         self.calls.append("abort")
         return True
 
-    def rebuild(self, epoch: int, deadline_s: float) -> None:
+    def rebuild(self, epoch: int, deadline_s: float, back_s: float) -> None:
         self.calls.append("rebuild")
         if not self.comes_back:
             raise RankError("rank 1 did not come back")
