@@ -24,9 +24,7 @@ class VitalsCollector(Collector):
         rebuilds = CounterMetricFamily("peg:rebuilds", "Times that the engine was rebuilt.")
         rebuilds.add_metric([], len(vitals.rebuilt))
         yield rebuilds
-        deadline = GaugeMetricFamily(
-            "peg:step_deadline_seconds", "What the oldest step in flight may take."
-        )
+        deadline = GaugeMetricFamily("peg:step_deadline_seconds", "What the oldest step in flight may take.")
         deadline.add_metric([], vitals.step_limit_s)
         yield deadline
         yield self._heartbeats(vitals)

@@ -85,5 +85,5 @@ def test_kv_groups(world_size: int, kv_heads: int) -> None:
 def test_an_unknown_architecture_is_refused_by_name() -> None:
     """The refusal names the architecture and those that peg runs."""
     assert find_family("LlamaForCausalLM") is Llama
-    with pytest.raises(CheckpointError, match="architecture MambaForCausalLM: peg runs .*LlamaForCausalLM"):
+    with pytest.raises(CheckpointError, match=r"architecture MambaForCausalLM: peg runs .*LlamaForCausalLM"):
         find_family("MambaForCausalLM")
