@@ -284,6 +284,8 @@ class Runner:
         wanted = [index for index, draw in enumerate(draws) if draw.params.logprobs is not None]
         rows = [piece.row for piece in sampling]
         there, scored = self.device.upload((np.array(rows), np.array(wanted, np.int64)))
+        if self._decoder is not None and any(self._rows[row].rules for row in rows):
+            self.comm.barrier(_WARM_UP_S)  # rules launch much without a collective, which keeps ranks together
         keys = self._sampler.sample(self._rows.shape(logits, sampling), draws, self.comm)
         token_ids = key_ids(keys)
         self._rows.last_tokens.index_copy_(0, there, token_ids)
