@@ -80,6 +80,7 @@ class Supervisor:
         self._ranks: RankPort | None = None
         self._failed_in = EngineState.STARTING
         self._armed_s = self._found_s = 0.0
+        self._armed_starting = True
         self._thread = threading.Thread(target=self._run, name="peg-supervisor", daemon=False)
 
     # --- called by the loop -----------------------------------------------------------------------------
@@ -206,9 +207,10 @@ class Supervisor:
         """Put the deadman off, and look."""
         assert self._ranks is not None
         now = time.monotonic()
-        if now - self._armed_s > _REARM_S:
-            self._armed_s = now
-            self._end.arm(self.deadlines.deadman_s(starting=self.state is EngineState.STARTING))
+        starting = self.state is EngineState.STARTING
+        if now - self._armed_s > _REARM_S or starting is not self._armed_starting:
+            self._armed_s, self._armed_starting = now, starting
+            self._end.arm(self.deadlines.deadman_s(starting=starting))
         found = self._watch.look(self.state, self._ranks)
         if found is not None and not self._released.is_set():
             self.fail(found)

@@ -335,3 +335,10 @@ def test_causes_that_are_never_rebuilt(rebuilding: Rig, kind: CauseKind) -> None
     rebuilding.supervisor.fail(Cause(kind=kind, message="x"))
     assert rebuilding.ended.wait(2)
     assert "rebuild" not in rebuilding.ranks.calls
+
+
+def test_deadman_is_set_anew_as_soon_as_it_is_ready(rig: Rig) -> None:
+    """What the start may take is far too long for a step: from READY on the deadman strikes after a step's time."""
+    assert within(1, lambda: rig.end.armed_s[-1:] == [QUICK.deadman_s(starting=True)])
+    rig.supervisor.ready()
+    assert within(0.5, lambda: rig.end.armed_s[-1:] == [QUICK.deadman_s(starting=False)])
