@@ -52,7 +52,8 @@ class Transformers:
                 logits = out.logits[0, -1:]
                 allowed = logits[0].index_fill(0, forbidden, float("-inf"))
                 greedy += _entries(logits, [int(allowed.argmax())])  # of equal ones the first
-                out = self._model(torch.tensor([[greedy[-1].token_id]]), cache=out.cache, use_cache=True)
+                stored = "cache" if "cache" in out else "past_key_values"  # as transformers 5.17 calls it
+                out = self._model(torch.tensor([[greedy[-1].token_id]]), use_cache=True, **{stored: out[stored]})
         return Reading(name, tuple(prompt), tuple(scored), tuple(greedy))
 
 
