@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("peg", deadline=None)  # a busy machine is no fault of an example
+hypothesis.settings.load_profile("peg")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
