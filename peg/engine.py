@@ -44,6 +44,8 @@ from peg.vitals import Vitals
 
 log = structlog.get_logger("peg.engine")
 
+_REBUILD_POLL_S = 0.02
+
 
 class StopMatcher(Protocol):
     """Decides from the text whether a sequence ends. Called on the loop, once for each committed token."""
@@ -231,9 +233,14 @@ class Engine:
             raise EngineUnavailable(str(self.cause))
 
     async def drain(self, deadline_s: float) -> None:
-        """Admit nothing more, let what is open finish; at the deadline the rest gets FAILED."""
-        if not self._supervisor.drain():
-            return
+        """Admit nothing more, let what is open finish; at the deadline the rest gets FAILED.
+
+        A rebuild under way ends first, within its own deadline: whoever asks for an end gets one.
+        """
+        while not self._supervisor.drain():
+            if self._ended.done() or self.state in (EngineState.STARTING, EngineState.DRAINING, EngineState.STOPPED):
+                return
+            await asyncio.sleep(_REBUILD_POLL_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
         self._publish(self._scheduler.fail_all(f"the server shut down {deadline_s:g} s after it was asked to"))

@@ -356,6 +356,18 @@ async def test_rebuilt_engine_serves_again(monkeypatch: pytest.MonkeyPatch) -> N
         assert engine.stats().scheduler.counters.finished[FinishReason.FAILED] == 1
 
 
+@pytest.mark.parametrize("on_failure", ["rebuild", "exit"])
+async def test_drain_during_a_rebuild_comes_after_it(on_failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wish to end that comes while the engine is broken is kept until it is rebuilt, or over."""
+    async with running(monkeypatch, on_failure) as (engine, group):
+        group.on_failure(Cause(kind=CauseKind.RANK_RAISED, message="boom"))
+        await asyncio.wait_for(engine.drain(1.0), 3)
+        if on_failure == "rebuild":
+            assert (engine.state, engine.cause) == (EngineState.DRAINING, None)
+        else:
+            assert await asyncio.wait_for(engine.ended(), 0.1) == 70
+
+
 async def test_closing_with_a_step_out_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is open when the engine is closed gets FAILED; its step may still come back."""
     async with running(monkeypatch) as (engine, group):
