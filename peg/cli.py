@@ -42,17 +42,11 @@ def _engine_config(model: str, devices: str | None, flags: dict[str, Any]) -> En
 
 def _find_model(config: EngineConfig) -> EngineConfig:
     """The same with its model directory, fetched and imported first where that is due."""
-    from peg.checkpoint.resolve import resolve
+    from peg.checkpoint.resolve import cache_dir, resolve
     from peg.commands.terminal import StderrProgress
 
     with StderrProgress() as progress:
-        return replace(config, model_dir=resolve(config.model, _cache_dir(), progress))
-
-
-def _cache_dir() -> Path:
-    """Where imported models are kept. A relative XDG_CACHE_HOME is to be ignored, says its specification."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "peg"
+        return replace(config, model_dir=resolve(config.model, cache_dir(os.environ), progress))
 
 
 def _set_up(config: EngineConfig, nccl_library: Path | None) -> None:

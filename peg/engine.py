@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-import msgspec
 import structlog
 
 from peg.config import EngineConfig
@@ -31,8 +31,6 @@ from peg.plan import (
     StepFailed,
     StepOutcome,
     StepPlan,
-    Terminal,
-    TokenLogprobs,
     Unread,
 )
 from peg.process_end import ProcessEnd
@@ -40,6 +38,7 @@ from peg.ranks.group import RankGroup
 from peg.sched.limits import SchedulerLimits
 from peg.sched.scheduler import Scheduler, SchedulerStats, Update
 from peg.supervisor import EngineDoors, Supervisor
+from peg.token_stream import TokenStream
 from peg.vitals import Vitals
 
 log = structlog.get_logger("peg.engine")
@@ -52,99 +51,6 @@ class StopMatcher(Protocol):
 
     def feed(self, token_id: int) -> bool:
         """Take one more token; true if it completes a stop string."""
-
-
-class Output(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one stream that arrived since it was last read, with a logprob each where they were asked for."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
-
-
-class TokenStream:
-    """The tokens of one request, read by `async for`; once that ends, `terminal` says how. Owned by the loop.
-
-    The reader is woken for `wake_tokens` tokens or the end. Times are `time.monotonic()`: `started_s` is when the
-    first step with it was launched, `first_token_s` when its first token was committed, `ended_s` that of the terminal.
-    """
-
-    def __init__(self, engine: Engine, request: SequenceRequest) -> None:
-        self.request_id = request.request_id
-        self.prompt_tokens = len(request.prompt_ids)
-        self.published_tokens = 0
-        self.wake_tokens = 1
-        self.submitted_s = time.monotonic()
-        self.started_s: float | None = None
-        self.first_token_s: float | None = None
-        self.ended_s: float | None = None
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self.terminal: Terminal | None = None
-        self._engine = engine
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs | None] = []
-        self._reader: asyncio.Future[None] | None = None
-        self._new_future = asyncio.get_running_loop().create_future
-
-    @property
-    def unread_tokens(self) -> int:
-        """Tokens that wait for the reader."""
-        return len(self._token_ids)
-
-    def cancel(self) -> None:
-        """The reader wants no more. The terminal is written at once; a stream that has ended stays as it is."""
-        self._engine.cancel(self.request_id)
-
-    def put(self, update: Update) -> None:
-        """Hand over what one commit brought for this sequence."""
-        assert self.terminal is None, f"{self.request_id}: tokens after the terminal"
-        self._token_ids += update.token_ids
-        self._logprobs += update.logprobs
-        self.published_tokens += len(update.token_ids)
-        self.prompt_logprobs += update.prompt_logprobs
-        if self.first_token_s is None and update.token_ids:
-            self.first_token_s = time.monotonic()
-        if update.terminal is not None:
-            self._end(update.terminal)
-        self._notify()
-
-    def _end(self, terminal: Terminal) -> None:
-        self.terminal = terminal
-        self.ended_s = time.monotonic()
-
-    def fail(self, message: str) -> None:
-        """End with FAILED, without the scheduler's help."""
-        terminal = Terminal(
-            reason=FinishReason.FAILED,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.published_tokens,
-            message=message,
-        )
-        self._end(terminal)
-        self._notify()
-
-    def _notify(self) -> None:
-        reader = self._reader
-        if reader is None or not (len(self._token_ids) >= self.wake_tokens or self.terminal is not None):
-            return
-        self._reader = None
-        if not reader.done():
-            reader.set_result(None)
-
-    def __aiter__(self) -> AsyncIterator[Output]:
-        return self
-
-    async def __anext__(self) -> Output:
-        while len(self._token_ids) < self.wake_tokens:
-            if self.terminal is not None:
-                break
-            self._reader = self._new_future()
-            await self._reader
-        if not self._token_ids:
-            raise StopAsyncIteration
-        output = Output(tuple(self._token_ids), tuple(self._logprobs))
-        self._token_ids.clear()
-        self._logprobs.clear()
-        return output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +229,7 @@ class Engine:
         seq_id = self._scheduler.admit(request, feed, mask)
         if grammar is not None:
             self._masks.add(seq_id, grammar)
-        stream = TokenStream(self, request)
+        stream = TokenStream(request, partial(self.cancel, request.request_id))
         self._open.add(seq_id, stream)
         self._idle.clear()
         self._turn_soon()

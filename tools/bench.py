@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ import torch
 import transformers
 
 from peg.checkpoint.progress import Silent
-from peg.checkpoint.resolve import resolve
+from peg.checkpoint.resolve import cache_dir, resolve
 from peg.config import EngineConfig
 from peg.engine import Engine
 from peg.plan import SamplingParams, SequenceRequest
@@ -332,10 +332,7 @@ def main(model: str, url: str, baseline: tuple[str, ...], snapshot: str | None, 
         model=model, model_dir=Path(), dtype=options["dtype"], tensor_parallel_size=options["tensor_parallel_size"]
     )
     if baseline:
-        directory = resolve(model, Path.home() / ".cache" / "peg", Silent())
-        config = EngineConfig(
-            **{name: getattr(config, name) for name in EngineConfig.__slots__} | {"model_dir": directory}
-        )
+        config = replace(config, model_dir=resolve(model, cache_dir(os.environ), Silent()))
     work = Work(**{name: options[name] for name in ("prompt_tokens", "max_tokens", "requests", "rounds")})
     report = asyncio.run(run(url, config, work, options["concurrency"], baseline))
     line = json.dumps(report)

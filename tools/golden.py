@@ -20,7 +20,7 @@ import torch
 from peg.checkpoint.directory import open_model_directory
 from peg.checkpoint.identity import checkpoint_digest
 from peg.checkpoint.progress import Silent
-from peg.checkpoint.resolve import resolve
+from peg.checkpoint.resolve import cache_dir, resolve
 from peg.models.registry import find_family
 from peg.parity.golden import Golden, write_golden
 from peg.parity.prompts import make_prompts
@@ -35,8 +35,7 @@ from peg.parity.reference import Transformers
 @click.option("--new-tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Greedy tokens of each.")
 def main(model: str, golden: Path, dtype: str | None, prompts: int, new_tokens: int) -> None:
     """Read MODEL, a directory or a packaged model's name, and write the file GOLDEN."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peg"
-    make_golden(resolve(model, cache, Silent()), golden, dtype, prompts, new_tokens)
+    make_golden(resolve(model, cache_dir(os.environ), Silent()), golden, dtype, prompts, new_tokens)
 
 
 def make_golden(model_dir: Path, golden: Path, dtype: str | None, prompts: int, new_tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,12 @@ from peg.checkpoint.progress import Progress
 from peg.errors import CheckpointError
 
 _LOCK_TIMEOUT_S = 3600.0
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """Where imported models are kept. A relative XDG_CACHE_HOME is to be ignored, says its specification."""
+    named = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "peg"
 
 
 def resolve(model: str, cache: Path, progress: Progress) -> Path:

@@ -10,7 +10,7 @@ import structlog
 
 from peg.commands.flags import MAX_TOKENS
 from peg.config import EngineConfig
-from peg.engine import Engine, TokenStream
+from peg.engine import Engine
 from peg.errors import EngineUnavailable
 from peg.plan import FinishReason, SequenceRequest
 from peg.server.sampling import sampling_params
@@ -18,6 +18,7 @@ from peg.server.service import ModelTexts
 from peg.server.types import GenerationRequest
 from peg.text.stops import OutputRules
 from peg.text.tokenizer import Tokenizer
+from peg.token_stream import TokenStream
 
 log = structlog.get_logger("peg.generate")
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peg.config import EngineConfig
-from peg.engine import Engine, TokenStream
+from peg.engine import Engine
 from peg.errors import EngineUnavailable
 from peg.parity.prompts import Prompts
 from peg.parity.reading import TOP, Reading
 from peg.plan import EngineInfo, FinishReason, SamplingParams, SequenceRequest, TokenLogprobs
+from peg.token_stream import TokenStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

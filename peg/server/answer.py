@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from peg.engine import Output
 from peg.server.form import Collected, Form, Usage
 from peg.server.generation import Choice, Finish, Generation, follow_all
 from peg.server.live import LiveRequest
 from peg.server.service import SERVICE, Service
 from peg.server.stream import EventStream
+from peg.token_stream import Output
 
 _WHOLE_TOKENS = 64  # at once, for an answer that is not streamed: nobody waits for a token, and the loop for few
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import msgspec
 from aiohttp import web
 
-from peg.engine import Output
 from peg.plan import TokenLogprobs
 from peg.server.answer import answer
 from peg.server.body import read_body
@@ -24,6 +23,7 @@ from peg.server.tools import Reading
 from peg.server.types import ChatRequest, Message, chat_decoder
 from peg.text.chat import ChatTemplate
 from peg.text.output_parser import OutputParser
+from peg.token_stream import Output
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:

@@ -10,7 +10,6 @@ from typing import TypeGuard
 
 from aiohttp import web
 
-from peg.engine import Output
 from peg.server.answer import answer
 from peg.server.body import read_body
 from peg.server.errors import invalid
@@ -22,6 +21,7 @@ from peg.server.service import SERVICE, ServedModel
 from peg.server.structured import compile_grammar, source_of
 from peg.server.token_fields import checked_ids
 from peg.server.types import CompletionRequest, completion_decoder
+from peg.token_stream import Output
 
 _DEFAULT_MAX_TOKENS = 16
 

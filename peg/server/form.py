@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from peg.engine import Output
 from peg.plan import TokenLogprobs
 from peg.server.generation import Choice, Finish
+from peg.token_stream import Output
 
 encode = msgspec.json.encode
 _NOTHING: Mapping[str, object] = {}

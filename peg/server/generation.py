@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from peg.engine import Engine, Output, TokenStream
+from peg.engine import Engine
 from peg.failure import EngineState
 from peg.plan import FinishReason, SamplingParams, SequenceRequest, Terminal, TokenLogprobs
 from peg.server.errors import ApiError
@@ -18,6 +18,7 @@ from peg.server.metrics import Metrics
 from peg.server.sampling import choice_seed
 from peg.text.grammar import TokenGrammar
 from peg.text.stops import OutputRules
+from peg.token_stream import Output, TokenStream
 
 _REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from peg.engine import TokenStream
 from peg.server.errors import ApiError, invalid
 from peg.server.metrics import Metrics
 from peg.server.stream import STREAM
+from peg.token_stream import TokenStream
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 

@@ -13,11 +13,11 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from peg.engine import TokenStream
 from peg.plan import FinishReason
 from peg.server.engine_metrics import EngineCollector, ReadEngine
 from peg.server.histogram import Histogram
 from peg.server.vitals_metrics import VitalsCollector
+from peg.token_stream import TokenStream
 from peg.vitals import Vitals
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)

@@ -13,10 +13,11 @@ from typing import Any
 
 from peg.config import EngineConfig
 from peg.deadlines import Deadlines
-from peg.engine import Engine, TokenStream
+from peg.engine import Engine
 from peg.failure import Fault
 from peg.plan import SamplingParams, SequenceRequest, StepPlan
 from peg.process_end import ProcessEnd
+from peg.token_stream import TokenStream
 from tests.unit.tiny_group import CONFIG
 
 BLOCK = 4

@@ -13,10 +13,11 @@ from random import Random
 
 from peg.config import EngineConfig
 from peg.deadlines import Deadlines
-from peg.engine import Engine, TokenStream
+from peg.engine import Engine
 from peg.errors import EngineUnavailable, QueueFull
 from peg.failure import EngineState, Fault, FaultKind, FaultPoint
 from peg.plan import SamplingParams, SequenceRequest, Terminal
+from peg.token_stream import TokenStream
 from tests.faults.faulty_engine import RecordedEnd, open_files, until
 
 KINDS = (

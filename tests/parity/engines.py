@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from peg.config import EngineConfig
-from peg.engine import Engine, TokenStream
+from peg.engine import Engine
 from peg.plan import FinishReason, SamplingParams, SequenceRequest, TokenLogprobs
+from peg.token_stream import TokenStream
 
 SMALL: dict[str, Any] = {"dtype": "float32", "block_size": 4, "kv_cache_memory_bytes": 8 << 20, "max_model_len": 256}
 

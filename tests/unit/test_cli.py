@@ -54,13 +54,13 @@ assert not found, found
 
 
 def test_help_is_instant() -> None:
-    """The best of ten starts of `peg --help` takes less than 0.5 s (0.14 s where nothing runs beside it)."""
+    """The best of five starts of `peg --help` takes less than 0.3 s."""
     took_s = []
-    for _ in range(10):
+    for _ in range(5):
         started_s = time.perf_counter()
         assert peg("--help").returncode == 0
         took_s.append(time.perf_counter() - started_s)
-    assert min(took_s) < 0.5
+    assert min(took_s) < 0.3
 
 
 def test_help_names_every_packaged_model() -> None:

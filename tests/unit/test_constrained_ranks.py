@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from peg.config import EngineConfig
-from peg.engine import Engine, Output, TokenStream
+from peg.engine import Engine
 from peg.plan import FinishReason, SamplingParams, SequenceRequest
 from peg.text.grammar import GrammarCompiler, json_schema
 from peg.text.tokenizer import Tokenizer
+from peg.token_stream import Output, TokenStream
 from tools.fixed_logits import fixed_logits, write_fixed_logits
 
 SCHEMA: dict[str, Any] = {

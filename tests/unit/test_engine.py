@@ -13,7 +13,7 @@ import pytest
 import peg.engine
 from peg.config import EngineConfig
 from peg.deadlines import Deadlines
-from peg.engine import Engine, Output, TokenStream
+from peg.engine import Engine
 from peg.errors import EngineUnavailable, InvalidRequest
 from peg.failure import Cause, CauseKind, EngineState, FailureCallback, Heartbeat
 from peg.plan import (
@@ -30,6 +30,7 @@ from peg.plan import (
     StepResult,
 )
 from peg.process_end import ProcessEnd
+from peg.token_stream import Output, TokenStream
 
 INFO = EngineInfo(
     architecture="Fake",
