@@ -92,7 +92,6 @@ class Engine:
         self._idle.set()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._turn_due = False
-        self._reopened = asyncio.Event()
         limits = deadlines or Deadlines(
             step_cap_s=config.step_timeout_s, start_s=config.startup_timeout_s, rebuild_limit=config.rebuild_limit
         )
@@ -144,9 +143,9 @@ class Engine:
         A rebuild under way ends first, within its own deadline: whoever asks for an end gets one.
         """
         while not self._supervisor.drain():
-            if self._ended.done() or self.state in (EngineState.STARTING, EngineState.DRAINING, EngineState.STOPPED):
+            await self._rebuild_over()
+            if self.state is not EngineState.READY:
                 return
-            await asyncio.sleep(_REBUILD_POLL_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
         self._publish(self._scheduler.fail_all(f"the server shut down {deadline_s:g} s after it was asked to"))
@@ -164,12 +163,15 @@ class Engine:
         return await asyncio.shield(self._ended)
 
     async def admission(self) -> None:
-        """Wait for a rebuild under way to end, as long as one may take; return at once in any other state."""
-        waits = (EngineState.BROKEN, EngineState.REBUILDING)
-        if self._config.on_failure == "rebuild" and self.state in waits:
-            limits = self._supervisor.deadlines
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reopened.wait(), limits.abort_s + limits.rebuild_s)
+        """Under the policy rebuild, wait for a rebuild under way to end; return at once in any other state."""
+        if self._config.on_failure == "rebuild":
+            await self._rebuild_over()
+
+    async def _rebuild_over(self) -> None:
+        """Wait while the engine is broken or rebuilt. The supervisor's deadlines end either, in READY or for good."""
+        # The state is the supervisor's: an event set here on its behalf would be late, and let a request pass for a gap.
+        while self.state in (EngineState.BROKEN, EngineState.REBUILDING) and not self._ended.done():  # noqa: ASYNC110
+            await asyncio.sleep(_REBUILD_POLL_S)
 
     # --- what is true -----------------------------------------------------------------------------------
 
@@ -330,7 +332,6 @@ class Engine:
 
     def _answer_everyone(self, message: str) -> None:
         """Give every open request its FAILED terminal; the scheduler comes last, it may be what failed."""
-        self._reopened.clear()
         streams, self._open = self._open.streams, _Open()
         self._masks.clear()
         for stream in streams.values():
@@ -344,10 +345,8 @@ class Engine:
         """The ranks begin again with empty pools: so does the scheduler."""
         self._scheduler.begin_epoch(epoch)
         self._supervisor.reopen()
-        self._reopened.set()
 
     def _set_ended(self, code: int) -> None:
-        self._reopened.set()
         if not self._ended.done():
             self._ended.set_result(code)
 

@@ -357,6 +357,15 @@ async def test_rebuilt_engine_serves_again(monkeypatch: pytest.MonkeyPatch) -> N
         assert engine.stats().scheduler.counters.finished[FinishReason.FAILED] == 1
 
 
+async def test_admission_waits_from_the_moment_of_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks right after a failure, before the loop has heard of it, waits too: the first time and any later one."""
+    async with running(monkeypatch, "rebuild") as (engine, group):
+        for epoch in (1, 2):
+            group.on_failure(Cause(kind=CauseKind.RANK_RAISED, message="boom"))
+            await asyncio.wait_for(engine.admission(), 3)
+            assert (engine.state, engine.epoch) == (EngineState.READY, epoch)
+
+
 @pytest.mark.parametrize("on_failure", ["rebuild", "exit"])
 async def test_drain_during_a_rebuild_comes_after_it(on_failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wish to end that comes while the engine is broken is kept until it is rebuilt, or over."""
