@@ -169,7 +169,7 @@ class Engine:
 
     async def _rebuild_over(self) -> None:
         """Wait while the engine is broken or rebuilt. The supervisor's deadlines end either, in READY or for good."""
-        # The state is the supervisor's: an event set here on its behalf would be late, and let a request pass for a gap.
+        # The state is the supervisor's: an event set here on its behalf would be late, and let a request slip through.
         while self.state in (EngineState.BROKEN, EngineState.REBUILDING) and not self._ended.done():  # noqa: ASYNC110
             await asyncio.sleep(_REBUILD_POLL_S)
 
