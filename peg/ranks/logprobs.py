@@ -20,11 +20,14 @@ _CHUNK_BYTES = 16 << 20  # of logits; with all that is made of them under 200 MB
 
 
 class Scorer:
-    """Scores on one rank, whose logits are those of the ids from `first_id` on. Owned by the rank's thread."""
+    """Scores on one rank, whose logits are those of the ids from `first_id` on. Owned by the rank's thread.
+
+    `at_once` is the most rows whose logits it takes at a time.
+    """
 
     def __init__(self, first_id: int, vocab_share: int) -> None:
         self._first_id = first_id
-        self._chunk = max(1, _CHUNK_BYTES // (4 * vocab_share))
+        self.at_once = max(1, _CHUNK_BYTES // (4 * vocab_share))
 
     def score(
         self, logits: Callable[[slice], Tensor], tokens: Tensor, top: int, comm: Communicator
@@ -35,7 +38,7 @@ class Scorer:
         bounded. All ranks must call this alike. What comes back stays on the device, for `read_logprobs`: logprobs
         float64 [rows], places int64 [rows], ids int64 [rows, top], their logprobs float64 [rows, top].
         """
-        rows = self._chunk if tokens.is_cuda else max(1, self._chunk // comm.world_size)  # CPU ranks share one memory
+        rows = self.at_once if tokens.is_cuda else max(1, self.at_once // comm.world_size)  # CPU ranks share one memory
         out: tuple[Tensor, ...] = ()
         for part in (slice(first, first + rows) for first in range(0, len(tokens), rows)):
             scored = _score(logits(part), self._first_id, tokens[part], top, comm)

@@ -191,6 +191,7 @@ class Runner:
         plan, decoder = self._blueprint, self._decoder
         rehearsal = Rehearsal(
             chunk=plan.block_size if decoder is None else plan.max_num_batched_tokens,
+            targets=1 if decoder is None else self._scorer.at_once + 1,
             batches=(1,) if decoder is None else decoder.sizes.batches,
             context=min(plan.max_model_len, 2 * plan.block_size if decoder is None else _CONTEXT),
             num_groups=len(plan.groups),

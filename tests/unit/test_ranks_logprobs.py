@@ -37,7 +37,7 @@ def score(logits: Tensor, targets: list[Target], world_size: int, chunk_rows: in
         mine = shard(logits, world_size, comm.rank)
         scorer = Scorer(comm.rank * mine.shape[1], mine.shape[1])
         if chunk_rows is not None:
-            scorer._chunk = chunk_rows
+            scorer.at_once = chunk_rows
         return told(scorer, lambda part: mine[part], targets, comm)
 
     results = on_ranks(world_size, work)

@@ -21,6 +21,7 @@ from peg.engine import Engine
 from peg.plan import SamplingParams, SequenceRequest
 from peg.ranks.cuda_device import _places
 from peg.ranks.device import CpuDevice, HostArray
+from peg.ranks.rehearsal import Rehearsal
 from tests.parity.engines import running
 
 PARAMS = [
@@ -124,3 +125,24 @@ async def test_nothing_new_is_launched_after_the_start(family: str, launches: La
             await ask(engine, [length], [params], None)
     assert len(rehearsed) > 15
     assert launches.forms == rehearsed
+
+
+def test_the_most_memory_that_a_step_can_take_is_taken() -> None:
+    """As many targets as are ever scored at once; every row drawn in all ways at once. Later memory may wait for ever.
+
+    An allocation that asks the driver can wait for the whole GPU, on which a peer may wait for this rank.
+    """
+    rehearsal = Rehearsal(chunk=64, targets=33, batches=(1, 2, 8), context=256, num_groups=1, block_size=16)
+    plans = list(rehearsal.plans())
+    assert max(len(piece.targets) for plan in plans for piece in plan.slices) == 33
+    (full,) = (plan for plan in plans if len(plan.new_rows) == 8 and len(plan.released_rows) == 8)
+    for new, piece in zip(full.new_rows, full.slices, strict=True):
+        params = new.params
+        assert params.temperature > 0
+        assert 0 not in (params.top_k, params.min_p, params.presence_penalty, params.frequency_penalty)
+        assert 1 not in (params.top_p, params.repetition_penalty)
+        assert None not in (params.allowed_token_ids, params.logprobs, piece.mask)
+        assert params.bad_words
+        assert params.logit_bias
+        assert params.min_tokens > 1
+        assert piece.samples
