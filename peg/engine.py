@@ -148,7 +148,7 @@ class Engine:
                 return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
-        self._publish(self._scheduler.fail_all(f"the server shut down {deadline_s:g} s after it was asked to"))
+        self._answer_everyone(f"the server shut down {deadline_s:g} s after it was asked to")
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Join every thread. What is still open gets FAILED; a second call does nothing."""

@@ -361,10 +361,15 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """How one sequence ended. `stop_token_id` is set where a stop token ended it; `message` where it failed."""
+    """How one sequence ended. `stop_token_id` is set where a stop token ended it; `message` where it failed.
+
+    `engine_wide`: it failed as everyone did who was open then. The engine itself may be READY again by the time that
+    this is read.
+    """
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     stop_token_id: int | None = None
     message: str | None = None
+    engine_wide: bool = False

@@ -141,10 +141,9 @@ class Supervisor:
                 self.cause, self._failed_in = cause, self.state
                 self.state = EngineState.BROKEN
                 self.failures[cause.kind, cause.rank] += 1
+                self._wake.set()  # under the lock: set later it could outlive the rebuild, and nobody would clear it
             else:
                 self.secondary.append(cause)
-        if first:
-            self._wake.set()
 
     def vitals(self) -> Vitals:
         """A reading of now, in constant time."""
@@ -265,7 +264,7 @@ class Supervisor:
         with self._lock:
             self.state = EngineState.REBUILDING
             self.epoch += 1
-        self._wake.clear()
+            self._wake.clear()
         self._reopened.clear()
         left_s = partial(_left_s, found_s + self.deadlines.rebuild_s, 0.0)
         self._tell("rebuilding", EngineState.BROKEN, cause)

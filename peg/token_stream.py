@@ -71,12 +71,13 @@ class TokenStream:
         self.ended_s = time.monotonic()
 
     def fail(self, message: str) -> None:
-        """End with FAILED, without the scheduler's help."""
+        """End with FAILED as everyone does, without the scheduler's help."""
         terminal = Terminal(
             reason=FinishReason.FAILED,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.published_tokens,
             message=message,
+            engine_wide=True,
         )
         self._end(terminal)
         self._notify()

@@ -154,9 +154,9 @@ class RankGroup:
     # --- steps ------------------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> None:
-        """Put a step into every rank's queue. Never blocks; after `poison` it does nothing."""
+        """Put a step into every rank's queue. Never blocks; after `poison`, or for an old epoch, it does nothing."""
         with self._lock:
-            if self._reason is not None or self._closing:
+            if self._reason is not None or self._closing or plan.epoch != self._meeting.epoch:
                 return
             self._tickets[plan.step] = Ticket(self._world_size)
             self._last_step = plan.step

@@ -36,10 +36,10 @@ async def answer(request: web.Request, generation: Generation, form: Form, deliv
             stream = EventStream(request)
             sink = _EventSink(stream, form, meter, delivery.continuous_usage)
             async with stream.kept_alive(service.config.keep_alive_s):
-                await follow_all(choices, sink, service.engine, service.config.stream_interval)
+                await follow_all(choices, sink, service.config.stream_interval)
             return await stream.end(form.envelope.usage_event(meter.usage()) if delivery.usage_event else b"")
         collected = _CollectingSink(choices)
-        await follow_all(choices, collected, service.engine, _WHOLE_TOKENS)
+        await follow_all(choices, collected, _WHOLE_TOKENS)
     return web.Response(body=form.whole(collected.choices, meter.usage()), content_type="application/json")
 
 

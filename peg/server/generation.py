@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from peg.engine import Engine
-from peg.failure import EngineState
 from peg.plan import FinishReason, SamplingParams, SequenceRequest, Terminal, TokenLogprobs
 from peg.server.errors import ApiError
 from peg.server.live import LiveRequest
@@ -174,9 +173,16 @@ class SequenceFailed(Exception):
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__(terminal.message or str(terminal.reason))
+        self._engine_wide = terminal.engine_wide
+
+    def answer(self) -> ApiError:
+        """500 where only this request was hit, 503 where the engine had failed or went down, whatever it does now."""
+        if self._engine_wide:
+            return ApiError(503, "engine_failed", str(self))
+        return ApiError(500, "sequence_failed", str(self))
 
 
-async def follow_all(choices: Sequence[Choice], sink: Sink, engine: Engine, tokens_at_once: int) -> None:
+async def follow_all(choices: Sequence[Choice], sink: Sink, tokens_at_once: int) -> None:
     """Follow every choice to its end, by `tokens_at_once` tokens after its first.
 
     The first failure ends the others and is raised as ApiError.
@@ -188,11 +194,4 @@ async def follow_all(choices: Sequence[Choice], sink: Sink, engine: Engine, toke
                 group.create_task(choice.follow(sink, tokens_at_once))
     except ExceptionGroup as errors:
         first = errors.exceptions[0]
-        raise _failure(first, engine) if isinstance(first, SequenceFailed) else first from None
-
-
-def _failure(error: SequenceFailed, engine: Engine) -> ApiError:
-    """500 where only this request was hit, 503 where the engine has failed or goes down."""
-    if engine.state is EngineState.READY:
-        return ApiError(500, "sequence_failed", str(error))
-    return ApiError(503, "engine_failed", str(error))
+        raise first.answer() if isinstance(first, SequenceFailed) else first from None

@@ -62,6 +62,18 @@ def test_whatever_can_be_rebuilt_is_rebuilt(model: Path) -> None:
         assert server.process.wait(10) in (0, 70)  # 70 where the signal came before the rebuild was done
 
 
+def test_whoever_comes_during_a_rebuild_may_wait(model: Path) -> None:
+    """With --rebuild-admission wait a request that comes as soon as the failure is told is served, every time."""
+    flags = (*RANKS, "--on-failure", "rebuild", "--rebuild-admission", "wait")
+    with served(model, *flags) as server:
+        for rebuilds in (1, 2, 3):
+            (client,) = server.streams(1)
+            server.fault(FaultKind.RAISE, after_steps=2)
+            assert client.wait().error["code"] == "engine_failed"
+            assert server.ask(max_tokens=4).wait().status == 200
+            assert server.request("GET", "/health")[1]["rebuilds"] == rebuilds
+
+
 def costs_only_its_requests(server: Served, rebuilds: int) -> None:
     """A step that one rank cannot read fails those that it sampled for; who waited is served, nothing is rebuilt."""
     clients = server.streams(2)

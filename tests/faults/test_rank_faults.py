@@ -121,6 +121,19 @@ def test_faults_after_a_rebuild(tmp_path: Path) -> None:
         assert sorted(rank_threads()) == threads
 
 
+def test_a_plan_that_comes_after_the_rebuild_counts_for_nothing(tmp_path: Path) -> None:
+    """The loop may have been held up with a plan of the old epoch: the new epoch's steps are counted without it."""
+    with tiny_group(tmp_path, 3, enable_fault_injection=True) as tiny:
+        late = replace(tiny.prefill([5, 6, 7]), step=3)
+        assert tiny.group.abort("a test", BOUND_S)
+        tiny.group.rebuild(1, SOON_S)
+        tiny.group.run(late)
+        tiny.group.inject(Fault(FaultKind.RAISE, 1))
+        tiny.group.run(replace(late, step=0, epoch=1))
+        assert tiny.first_failure().step == 0
+        assert tiny.group.abort("a test", BOUND_S)
+
+
 SCOPES = [
     # decode, phase, world size, error, scope
     (False, "forward", 1, ValueError("x"), Scope.REQUEST),

@@ -113,6 +113,12 @@ class EchoGroup:
         self.go.set()
         return True
 
+    def rebuild(self, epoch: int, deadline_s: float, back_s: float) -> None:
+        self._thread.join(back_s)
+        self._queue, self._rows, self._fault = queue.SimpleQueue(), {}, None
+        self._thread = threading.Thread(target=self._work, name="echo-rank")
+        self._thread.start()
+
     def join(self, deadline_s: float) -> bool:
         if self._thread.is_alive():
             self._thread.join(deadline_s)

@@ -10,6 +10,7 @@ import pytest
 
 from peg.config import EngineConfig, ServerConfig
 from peg.deadlines import Deadlines
+from peg.engine import Engine
 from peg.errors import CheckpointError
 from peg.failure import EngineState
 from peg.server.service import ModelTexts
@@ -71,6 +72,28 @@ def test_everyone_is_answered_when_a_rank_fails(echo: EngineConfig, kind: str) -
         assert server.metric("peg:request_success_total", finished_reason="error") == 7
         server.thread.join(5)
     assert server.exit_codes == [70]
+
+
+def test_who_reads_after_the_rebuild_is_told_of_the_failure(
+    echo: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that a failure ended gets 503, also where the engine is READY again before it is answered."""
+    answer_everyone = Engine._answer_everyone
+
+    def slowly(engine: Engine, message: str) -> None:
+        answer_everyone(engine, message)
+        time.sleep(0.1)  # the loop is held up, the supervisor is not: it rebuilds before any reader gets its turn
+
+    monkeypatch.setattr(Engine, "_answer_everyone", slowly)
+    with serving(echo_with(echo, on_failure="rebuild")) as server:
+        server.group.step_s = 0.005
+        clients = Clients(server, [long_answer(stream=stream) for stream in (True, False)])
+        server.wait_for(lambda: server.service.engine.stats().scheduler.counters.generated_tokens > 4, "they run")
+        assert server.post("/admin/fault", {"kind": "raise", "rank": 0}).status == 200
+        streamed, whole = sorted(clients.wait(), key=lambda answer: answer.status)
+        assert streamed.events[-1]["error"]["code"] == "engine_failed"
+        assert (whole.status, whole.error["code"]) == (503, "engine_failed")
+        assert server.complete("the").status == 200
 
 
 def test_until_it_is_loaded_the_answer_is_503(echo: EngineConfig) -> None:
