@@ -23,13 +23,15 @@ class Manifest:
 
     Every tensor of `required` must be there, those of `optional` may be. A name that starts with one of
     `skipped_prefixes` is not looked at (parts of a checkpoint that peg does not run, such as a vision tower).
-    `renamed_prefixes` are (prefix in the file, prefix here), where files spell a prefix in more than one way.
+    `renamed_prefixes` are (prefix in the file, prefix here), where files spell a prefix in more than one way. What
+    ends with one of `near_one` are numbers about one, all else about zero: for weights that are made up.
     """
 
     required: tuple[TensorSpec, ...]
     optional: tuple[TensorSpec, ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    near_one: tuple[str, ...] = ("norm.weight", "layer_scalar")
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -73,10 +74,12 @@ def _json(value: object) -> str:
 def _tensors(options: SynthOptions, manifest: Manifest) -> dict[str, Tensor]:
     """Every required tensor by its name in the file, and one that stands for the vision tower where there is one."""
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
-    source = DummySource(manifest, options.seed, Placement(0, 1, torch.float32, torch.device("cpu")))
+    source = DummySource(
+        replace(manifest, near_one=()), options.seed, Placement(0, 1, torch.float32, torch.device("cpu"))
+    )
     tensors = {}
     for spec in manifest.required:
-        scaled = _scaled(spec.name, source.whole(spec.name), unit_norms=RECIPES[options.family].unit_norms)
+        scaled = _scaled(source.whole(spec.name), near_one=spec.name.endswith(manifest.near_one))
         tensors[_spelled(options, manifest, spec.name)] = scaled.to(dtype)
     if options.prefix != TEXT_PREFIX:
         tower = "model.vision_tower." if options.prefix.startswith("model.") else "vision_tower."
@@ -94,12 +97,12 @@ def _spelled(options: SynthOptions, manifest: Manifest, name: str) -> str:
     return options.prefix + name.removeprefix(TEXT_PREFIX)
 
 
-def _scaled(name: str, noise: Tensor, *, unit_norms: bool) -> Tensor:
+def _scaled(noise: Tensor, *, near_one: bool) -> Tensor:
     """Noise brought to a size at which every tensor matters: products keep their scale, norms are about one."""
     noise = noise.div_(_DUMMY_DEVIATION)
     if noise.dim() > 1:
         return noise.mul_(noise.shape[-1] ** -0.5)
-    return noise.mul_(_NORM_DEVIATION).add_(1 if unit_norms or name.endswith("layer_scalar") else 0)
+    return noise.mul_(_NORM_DEVIATION).add_(1 if near_one else 0)
 
 
 def _write_weights(directory: Path, tensors: Mapping[str, Tensor], shards: int) -> None:

@@ -57,8 +57,7 @@ class SynthOptions:
 class Recipe:
     """One family: its classes, how many layers, and the fields of its config that the options do not decide.
 
-    `modalities` are the fields with the ids that stand for images and sound. `unit_norms`: norms are stored as w and
-    mean w; otherwise they mean 1 + w.
+    `modalities` are the fields with the ids that stand for images and sound.
     """
 
     text_class: str
@@ -68,7 +67,6 @@ class Recipe:
     tokens: str
     fields: Callable[[SynthOptions], _Config]
     modalities: tuple[str, ...] = ()
-    unit_norms: bool = True
     vision: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -247,7 +245,6 @@ RECIPES: Mapping[str, Recipe] = {
         tokens="gemma3",
         fields=_gemma3,
         modalities=("boi_token_index", "eoi_token_index", "image_token_index"),
-        unit_norms=False,
         vision=_SMALL_TOWER,
     ),
     "gemma4-12b": _gemma4_recipe(

@@ -230,6 +230,16 @@ def test_random_weights_are_about_normal() -> None:
     assert not torch.equal(DummySource(LARGE, 6, placement(0, 1)).whole("w"), weights)
 
 
+def test_random_norms_let_their_layers_speak() -> None:
+    """What multiplies a whole layer is about one, unless the family stores what is added to one."""
+    norms = (TensorSpec("a.norm.weight", (4096,)), TensorSpec("a.layer_scalar", (4096,)))
+    near_one = DummySource(Manifest(norms), 5, placement(0, 1))
+    near_zero = DummySource(Manifest(norms, near_one=()), 5, placement(0, 1))
+    for spec in norms:
+        assert abs(float(near_one.whole(spec.name).mean()) - 1) < 0.002
+        assert torch.allclose(near_one.whole(spec.name) - 1, near_zero.whole(spec.name), atol=1e-6)
+
+
 def test_random_weights_of_what_must_be_there() -> None:
     """Optional tensors are absent, so that a model takes the path it takes without them."""
     source = DummySource(Manifest((TensorSpec("a", (2,)),), optional=(TensorSpec("b", (2,)),)), 0, placement(0, 1))
