@@ -28,3 +28,8 @@ def capture(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
         if collects:
             gc.enable()
     return graph
+
+
+def is_capturing() -> bool:
+    """Whether what this thread launches is being captured."""
+    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()

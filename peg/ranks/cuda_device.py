@@ -39,6 +39,7 @@ class CudaDevice:
         self.name = f"cuda:{index}"
         self.place = torch.device("cuda", index)
         self.stream = 0
+        self.shared = sharing > 1
         self._cuda = runtime
         self._sharing = sharing
         self._utilization = utilization

@@ -36,6 +36,7 @@ class Device(Protocol):
     name: str
     place: torch.device
     stream: int
+    shared: bool  # whether other ranks of this process use it too, and may have to wait for one another on it
     launches: bool  # whether work goes on after it was asked for, so that the rank can meanwhile ask for more
 
     def enter(self) -> None:
@@ -91,6 +92,7 @@ class CpuDevice:
     name = "cpu"
     place = torch.device("cpu")
     stream = 0
+    shared = False  # cores are not waited for
     launches = False
 
     def __init__(self, world_size: int) -> None:

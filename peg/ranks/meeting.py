@@ -26,6 +26,7 @@ class Meeting:
         host = ThreadComm(self._rendezvous, rank)
         if self._nccl is None:
             return host
-        comm = NcclComm(self._nccl, host, self._unique_id, device.stream)
+        finish = device.synchronize if device.shared else None
+        comm = NcclComm(self._nccl, host, self._unique_id, device.stream, finish)
         comm.hold(device.place)
         return comm

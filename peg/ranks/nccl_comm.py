@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from peg.errors import CommAborted
-from peg.ranks.capture import capture
+from peg.ranks.capture import capture, is_capturing
 from peg.ranks.nccl import Nccl
 from peg.ranks.thread_comm import ThreadComm
 
@@ -25,7 +25,10 @@ _DTYPES: Mapping[torch.dtype, int] = {
 }
 _GRACE_S = 0.25
 _HOLD_S = 60.0
-_TOGETHER = 16  # collectives, between which a model launches ten kernels at most
+# A GPU takes about a thousand launches in advance. Whoever has that many out waits in the driver, holding a lock of the
+# process, until his GPU goes on; which it must be able to do with what the others have launched. So ranks meet after
+# so many collectives, between which a model launches ten kernels at most.
+_TOGETHER = 16
 _FOR_EVER_S = 1e6  # the supervisor knows how long a step may take
 _TICK_S = 0.001
 
@@ -45,9 +48,17 @@ class NcclComm:
     `_busy` is true while the rank's thread may be inside NCCL: freeing a communicator under it would be fatal.
     `_lock` is held for a look at the communicator or for marking it gone, never while anything waits. `entered`, where
     there is one, is called inside every collective.
+
+    `finish` is there where ranks share a GPU, and waits for all that was enqueued on this rank's stream. Loading a
+    kernel, which cuBLAS does for shapes that it sees for the first time, and asking for memory wait until the GPU is
+    idle, under a lock that every launch takes; a peer's collective that waits for this rank would keep it busy for
+    ever. So there nobody launches anything but the collective between its beginning on any rank and its end, and
+    nobody goes on from a replay before everyone has launched it.
     """
 
-    def __init__(self, nccl: Nccl, host: ThreadComm, unique_id: bytes, stream: int) -> None:
+    def __init__(
+        self, nccl: Nccl, host: ThreadComm, unique_id: bytes, stream: int, finish: Callable[[], None] | None = None
+    ) -> None:
         self.kind = f"nccl {'.'.join(map(str, nccl.version))}"
         self.rank = host.rank
         self.world_size = host.world_size
@@ -57,6 +68,7 @@ class NcclComm:
         self._nccl = nccl
         self._host = host
         self._stream = stream
+        self._finish = finish
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._gone = False
@@ -85,24 +97,23 @@ class NcclComm:
     def all_reduce_(self, tensor: Tensor) -> None:
         pointer, count, dtype = _describe(tensor)
         self._issue(self._nccl.all_reduce, pointer, pointer, count, dtype)
-        self._keep_together(tensor)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         assert out.shape == (self.world_size, *tensor.shape), (out.shape, tensor.shape)
         assert out.dtype == tensor.dtype, (out.dtype, tensor.dtype)
         pointer, count, dtype = _describe(tensor)
         self._issue(self._nccl.all_gather, pointer, _describe(out)[0], count, dtype)
-        self._keep_together(tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         assert 0 <= root < self.world_size, root
         pointer, count, dtype = _describe(tensor)
         self._issue(self._nccl.broadcast, pointer, pointer, count, dtype, root)
-        self._keep_together(tensor)
 
     def replay(self, launch: Callable[[], None]) -> None:
         with self._inside():
             launch()
+        if self._finish is not None:
+            self._host.barrier(_FOR_EVER_S)
 
     def barrier(self, deadline_s: float) -> None:
         self._host.barrier(deadline_s)
@@ -137,17 +148,14 @@ class NcclComm:
 
     def _issue(self, call: Callable[..., None], *arguments: int) -> None:
         self.issued += 1
+        launches = not is_capturing()
+        apart = self._finish is not None or self.issued % _TOGETHER == 0
+        if launches and apart:
+            self._host.barrier(_FOR_EVER_S)
         with self._inside():
             call(*arguments, self._comm, self._stream)
-
-    def _keep_together(self, tensor: Tensor) -> None:
-        """Let no rank launch far ahead of another.
-
-        A GPU takes about a thousand launches in advance. Whoever has that many out waits in the driver, holding a lock
-        of the process, until his GPU goes on; which it must be able to do with what the others have launched.
-        """
-        if self.issued % _TOGETHER == 0 and tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._host.barrier(_FOR_EVER_S)
+        if launches and self._finish is not None:
+            self._finish()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -190,6 +191,34 @@ def test_a_barrier_meets_on_the_host_and_an_abort_wakes_it(nccl: FakeNccl) -> No
     with pytest.raises(TimeoutError):
         group(nccl, 2)[0].barrier(0.05)
     assert nccl.calls == []
+
+
+def test_ranks_of_one_gpu_launch_nothing_beside_a_collective(nccl: FakeNccl) -> None:
+    """Nobody enqueues a collective before all have come to it, nobody goes on before his stream is done with it."""
+    rendezvous = Rendezvous(2, 3)
+    done: list[int] = []
+    comms = [NcclComm(nccl, ThreadComm(rendezvous, rank), b"id", 1, partial(done.append, rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(comms[0].all_reduce_, torch.zeros(4))
+        time.sleep(0.05)
+        assert nccl.calls == []
+        assert comms[0].waits
+        comms[1].all_reduce_(torch.zeros(4))
+        early.result(1)
+        assert sorted(done) == [0, 1]
+        replayed: list[int] = []
+        early = pool.submit(comms[0].replay, lambda: replayed.append(0))
+        time.sleep(0.05)
+        assert replayed == [0]
+        assert not early.done()
+        comms[1].replay(lambda: replayed.append(1))
+        early.result(1)
+        lone = pool.submit(comms[0].all_reduce_, torch.zeros(4))
+        time.sleep(0.05)
+        comms[1].abort("enough")
+        with pytest.raises(CommAborted, match="enough"):
+            lone.result(1)
+    assert len(nccl.calls) == 2
 
 
 def test_a_fault_strikes_inside_a_collective(nccl: FakeNccl) -> None:
