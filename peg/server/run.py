@@ -20,7 +20,7 @@ from peg.config import EngineConfig, ServerConfig
 from peg.engine import Engine
 from peg.errors import EngineUnavailable
 from peg.server.app import build_app
-from peg.server.garbage import collect_at_rest
+from peg.server.garbage import collect_at_rest, frozen
 from peg.server.service import Service
 from peg.server.status import tell_status
 
@@ -77,14 +77,15 @@ async def live(service: Service) -> int:
             await starting
         except EngineUnavailable:  # a rank failed while it loaded; the supervisor says when it is over
             return await ended
-        _tell_ready(service)
-        tasks.append(asyncio.create_task(tell_status(service, service.config.status_interval_s)))
-        if any(device != "cpu" for device in service.engine.info.devices):
-            tasks.append(asyncio.create_task(collect_at_rest(service.engine)))
-        await _first(ended, stopping)
-        if not ended.done():
-            await _drain(service)
-        return 0 if service.engine.cause is None else await ended
+        with frozen():
+            _tell_ready(service)
+            tasks.append(asyncio.create_task(tell_status(service, service.config.status_interval_s)))
+            if any(device != "cpu" for device in service.engine.info.devices):
+                tasks.append(asyncio.create_task(collect_at_rest(service.engine)))
+            await _first(ended, stopping)
+            if not ended.done():
+                await _drain(service)
+            return 0 if service.engine.cause is None else await ended
     finally:
         for task in tasks:
             task.cancel()

@@ -147,6 +147,8 @@ class Tokenizer:
 
 def utf8_length(text: str, param: str | None = None) -> int:
     """Bytes of `text` in UTF-8. Raises InvalidRequest for a lone surrogate, which UTF-8 cannot hold."""
+    if text.isascii():
+        return len(text)  # known without a look at the text, which may be megabytes
     try:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
