@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+import structlog
 from torch import Tensor
 
 from peg.errors import CommAborted, InjectedFault
@@ -17,6 +18,8 @@ from peg.plan import RankAck
 from peg.ranks.nccl_comm import NcclComm
 from peg.ranks.solo_comm import SoloComm
 from peg.ranks.thread_comm import ThreadComm
+
+log = structlog.get_logger("peg.faults")
 
 PlainComm: TypeAlias = SoloComm | ThreadComm | NcclComm
 """The communicators that have an inside to strike in."""
@@ -102,6 +105,7 @@ class RankFaults:
         for fault in self._due:
             if fault.point is point and fault.kind in self._actions:
                 self._due.remove(fault)
+                self._tell(fault)
                 self._actions[fault.kind](fault)
                 return
 
@@ -110,13 +114,18 @@ class RankFaults:
         for fault in self._due:
             if fault.kind in kinds:
                 self._due.remove(fault)
+                self._tell(fault)
                 return fault.kind
         return None
 
     def alter(self, ack: RankAck) -> RankAck:
         """What the rank tells of a step. Raises InjectedFault where that cannot be read."""
         with self._lock:
-            kinds = [fault.kind for epoch, step, fault in self._armed if (epoch, step) == (ack.epoch, ack.step)]
+            armed = [fault for epoch, step, fault in self._armed if (epoch, step) == (ack.epoch, ack.step)]
+        due = [fault for fault in armed if fault.kind in _ON_ACKS]
+        kinds = [fault.kind for fault in due]
+        for fault in due:
+            self._tell(fault)
         if FaultKind.UNREADABLE in kinds:
             raise InjectedFault(f"injected on rank {self._rank} while it read step {ack.step}")
         if FaultKind.WRONG_DIGEST in kinds:
@@ -124,6 +133,11 @@ class RankFaults:
         if FaultKind.WRONG_TOKEN in kinds and ack.token_ids:
             ack = replace(ack, token_ids=(ack.token_ids[0] ^ 1, *ack.token_ids[1:]))
         return ack
+
+    def _tell(self, fault: Fault) -> None:
+        """Log that a fault strikes, and when on the machine's monotonic clock: latencies are counted from there."""
+        place, _, step = self._now
+        log.warning("fault strikes", at_s=time.monotonic(), kind=fault.kind, rank=self._rank, place=place, step=step)
 
     def wait_for_ever(self) -> None:
         """Wait in a call that releases the interpreter lock."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from peg.errors import CommAborted, CommMismatch, InjectedFault, RankDiverged
 from peg.failure import CauseKind, Fault, FaultKind, FaultPoint
@@ -119,6 +120,22 @@ def test_faults_after_a_rebuild(tmp_path: Path) -> None:
             tiny.group.rebuild(epoch, SOON_S)
             assert tiny.generate([[5, 6, 7]], 3, epoch=epoch)[0] == expected
         assert sorted(rank_threads()) == threads
+
+
+@pytest.mark.parametrize("kind", [FaultKind.RAISE, FaultKind.SKIP, FaultKind.WRONG_DIGEST])
+def test_a_fault_tells_when_it_strikes(kind: FaultKind, tmp_path: Path) -> None:
+    """Once, with rank and step, on the clock that other processes of the machine have too."""
+    with tiny_group(tmp_path, 3, enable_fault_injection=True) as tiny, capture_logs() as logs:
+        tiny.group.inject(Fault(kind, 1, 2))
+        tiny.group.run(tiny.prefill([5, 6]))
+        tiny.result()
+        before_s = time.monotonic()
+        tiny.group.run(tiny.decode(2))
+        found_s = tiny.first_failure().at_s
+        (told,) = [entry for entry in logs if entry["event"] == "fault strikes"]
+        assert (told["kind"], told["rank"], told["step"]) == (kind, 1, 1)
+        assert before_s <= told["at_s"] <= found_s
+        assert tiny.group.abort("a test", BOUND_S)
 
 
 def test_a_plan_that_comes_after_the_rebuild_counts_for_nothing(tmp_path: Path) -> None:
