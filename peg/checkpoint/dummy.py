@@ -22,7 +22,7 @@ _CHUNK_ELEMENTS = 4 << 20
 class DummySource(TensorSource):
     """Every required tensor of a manifest, its entries about normal with a standard deviation of 0.02.
 
-    Their mean is 0, or 1 where the manifest says so: norms and factors of 0.02 would silence whole layers.
+    Their mean is what the manifest says: norms and factors of 0.02 would silence whole layers.
 
     An entry depends on the seed, the tensor's name and its place in the whole tensor, on nothing else: the weights
     are the same at every world size and on every device. Owned by the rank's thread.
@@ -32,7 +32,7 @@ class DummySource(TensorSource):
         super().__init__(placement)
         self._shapes = {spec.name: spec.shape for spec in manifest.required}
         self._seed = seed
-        self._near_one = manifest.near_one
+        self._mean = manifest.mean
 
     def has(self, name: str) -> bool:
         return name in self._shapes
@@ -52,8 +52,8 @@ class DummySource(TensorSource):
         step = max(1, _CHUNK_ELEMENTS // inner)
         for first in range(0, len(rows), step):
             out[first : first + step] = _noise(key, rows[first : first + step] + columns)
-        if name.endswith(self._near_one):
-            out.add_(1)
+        if mean := self._mean(name):
+            out.add_(mean)
         return out.view(*shape[:dim], stop - start, *shape[dim + 1 :])
 
 

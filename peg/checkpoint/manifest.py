@@ -23,20 +23,24 @@ class Manifest:
 
     Every tensor of `required` must be there, those of `optional` may be. A name that starts with one of
     `skipped_prefixes` is not looked at (parts of a checkpoint that peg does not run, such as a vision tower).
-    `renamed_prefixes` are (prefix in the file, prefix here), where files spell a prefix in more than one way. What
-    ends with one of `near_one` are numbers about one, all else about zero: for weights that are made up.
+    `renamed_prefixes` are (prefix in the file, prefix here), where files spell a prefix in more than one way. For
+    weights that are made up, `means` are (end of a name, what its numbers are about), the first that fits; 0 else.
     """
 
     required: tuple[TensorSpec, ...]
     optional: tuple[TensorSpec, ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
-    near_one: tuple[str, ...] = ("norm.weight", "layer_scalar")
+    means: tuple[tuple[str, float], ...] = (("norm.weight", 1.0), ("layer_scalar", 1.0))
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor, required and optional, by name."""
         return {spec.name: spec for spec in (*self.required, *self.optional)}
+
+    def mean(self, name: str) -> float:
+        """What the numbers of a tensor are about, in a model that works."""
+        return next((mean for end, mean in self.means if name.endswith(end)), 0.0)
 
     def canonical(self, name: str) -> str | None:
         """The name here of a name in the file, None for one that is skipped."""

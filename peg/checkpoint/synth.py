@@ -74,12 +74,10 @@ def _json(value: object) -> str:
 def _tensors(options: SynthOptions, manifest: Manifest) -> dict[str, Tensor]:
     """Every required tensor by its name in the file, and one that stands for the vision tower where there is one."""
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
-    source = DummySource(
-        replace(manifest, near_one=()), options.seed, Placement(0, 1, torch.float32, torch.device("cpu"))
-    )
+    source = DummySource(replace(manifest, means=()), options.seed, Placement(0, 1, torch.float32, torch.device("cpu")))
     tensors = {}
     for spec in manifest.required:
-        scaled = _scaled(source.whole(spec.name), near_one=spec.name.endswith(manifest.near_one))
+        scaled = _scaled(source.whole(spec.name), near_one=manifest.mean(spec.name) > 0)
         tensors[_spelled(options, manifest, spec.name)] = scaled.to(dtype)
     if options.prefix != TEXT_PREFIX:
         tower = "model.vision_tower." if options.prefix.startswith("model.") else "vision_tower."

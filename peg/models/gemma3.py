@@ -168,7 +168,7 @@ class Gemma3:
                 ("language_model.lm_head.", "lm_head."),
                 ("model.language_model.", "model."),
             ),
-            near_one=(),  # norms are stored as what is added to one
+            means=(),  # norms are stored as what is added to one
         )
 
     @staticmethod

@@ -114,6 +114,7 @@ class Gemma4:
             tuple(TensorSpec(name, shape) for name, shape in tensor_shapes(config)),
             skipped_prefixes=(*(f"model.{tower}" for tower in _TOWERS), *shared),
             renamed_prefixes=(("model.language_model.", "model."),),
+            means=(("q_norm.weight", 1 / 16), ("norm.weight", 1.0), ("layer_scalar", 1.0)),  # q_norm scales the scores
         )
 
     @staticmethod

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from peg.checkpoint.synth_config import SynthOptions
 from peg.commands.parity import parity
@@ -56,7 +57,7 @@ GEOMETRIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """The real config with few layers beside a small model's tokenizer; there are no weights."""
+    """The real config with few layers, beside a small model's tokenizer that knows as many tokens; no weights."""
     family, config = GEOMETRIES[name]
     synth(SynthOptions(family=family, layers=None), folder / "small")
     model = folder / "model"
@@ -64,6 +65,10 @@ def make_model(name: str, folder: Path) -> Path:
     for file in (folder / "small").iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text("utf-8"))
+    known = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
+    tokenizer["model"]["vocab"] |= {f"word {token}": token for token in range(known, config["vocab_size"])}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
     (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), "utf-8")
     return model
 

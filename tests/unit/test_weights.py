@@ -234,7 +234,7 @@ def test_random_norms_let_their_layers_speak() -> None:
     """What multiplies a whole layer is about one, unless the family stores what is added to one."""
     norms = (TensorSpec("a.norm.weight", (4096,)), TensorSpec("a.layer_scalar", (4096,)))
     near_one = DummySource(Manifest(norms), 5, placement(0, 1))
-    near_zero = DummySource(Manifest(norms, near_one=()), 5, placement(0, 1))
+    near_zero = DummySource(Manifest(norms, means=()), 5, placement(0, 1))
     for spec in norms:
         assert abs(float(near_one.whole(spec.name).mean()) - 1) < 0.002
         assert torch.allclose(near_one.whole(spec.name) - 1, near_zero.whole(spec.name), atol=1e-6)
