@@ -31,7 +31,6 @@ from peg.ranks.tables import RowTables
 
 _CONTEXT = 8192  # in a longer one no kernel is launched otherwise
 _WARM_UP_S = 600.0
-_CLOSE_S = 2.0
 _RULE_BYTES = 6  # of one row, for each token of its share of the vocabulary
 
 
@@ -122,11 +121,12 @@ class Runner:
     def warm_up(self) -> None:
         """Run steps of padding, so that whatever is made on first use is made now, and see what memory is left.
 
-        First each rank by itself: loading a kernel may wait for the device, which must not wait for a peer then.
+        On a device that works by itself each rank goes through it alone first: loading a kernel may wait for the
+        device, which must not wait for a peer then.
         """
         plan, comm = self._blueprint, self.comm
         self.caches = self._make([GroupCapacity(group, 1) for group in plan.groups])
-        for _ in self._turns():
+        for _ in self._turns() if self.device.launches else ():
             self._begin(SilentComm(self.rank, plan.world_size))
             with self.device.workspace(_RULE_BYTES * plan.max_num_seqs * self._share.size):
                 self._rehearse(alone=True)

@@ -22,7 +22,7 @@ from tests.unit.tiny_group import CONFIG
 
 BLOCK = 4
 CHUNK_TOKENS = 8
-MAX_TOKENS = 24
+MAX_TOKENS = 12
 VOCABULARY: int = CONFIG["vocab_size"]
 HEALTHY_S = 20.0  # a bound no healthy wait comes near
 

@@ -45,7 +45,8 @@ LIMITS = Deadlines(
     rebuild_limit=1,
 )
 LATE_S = 1.5  # how much later than its deadline something may be on a busy machine
-AT_A_TIME = 6
+WAIT = (FaultKind.STALL, FaultKind.HANG, FaultKind.ABORT_HANGS)  # for a deadline, side by side
+AT_A_TIME = 4
 CELLS = cells()
 
 
@@ -102,12 +103,13 @@ def ran() -> set[Cell]:
 async def test_cells(
     kind: FaultKind, phase: Phase, model: Path, right: dict[tuple[int, ...], list[int]], ran: set[Cell]
 ) -> None:
-    """Cause, answers, silence after the fault, the end or the rebuild, and nothing left. Some engines at a time.
+    """Cause, answers, silence after the fault, the end or the rebuild, and nothing left.
 
-    Their deadlines are short and they share two cores: what fails beside others has to pass alone.
+    Where engines wait some run at a time; others would only take the interpreter lock from each other. Their deadlines
+    are short and they share two cores: what fails beside others has to pass alone.
     """
     files, temporary = open_files(), temporary_files()
-    places = asyncio.Semaphore(1 if kind is FaultKind.SPIN else AT_A_TIME)  # who spins takes what others need
+    places = asyncio.Semaphore(AT_A_TIME if kind in WAIT else 1)
 
     async def run(cell: Cell) -> str | None:
         async with places:
