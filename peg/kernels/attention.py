@@ -21,7 +21,8 @@ from peg.kernels.device import on_cpu
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 128  # fewer cost a call of the reference as much as these
 _MAX_SPLITS = 64
-_AT_ONCE = 8  # splits
+_AT_ONCE = 32  # splits that a program of combine_kernel takes at once,
+_PIECE = 128  # of so many elements of a head
 _LEAST_DOT = 16  # elements that the matrix units take of a head
 _FILLING = 264  # programs that keep a large card busy: two a multiprocessor of an H200
 
@@ -170,8 +171,9 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _Call, scale: flo
 
 def _gather(cache: Tensor, call: _Call) -> Tensor:
     if call.run is not None:
-        rows = cache.flatten(0, 1).narrow(0, call.run * cache.shape[1] + call.first, call.keys)
-        return rows.transpose(0, 1)[None]
+        _, block, heads, dim = cache.shape
+        start = cache.storage_offset() + (call.run * block + call.first) * heads * dim
+        return cache.as_strided((1, heads, call.keys, dim), (0, dim, heads * dim, 1), start)  # in one call
     rows = cache.index_select(0, call.blocks).view(-1, *cache.shape[2:])
     if call.unseen is not None:
         rows.index_fill_(0, call.unseen, 0)
@@ -206,7 +208,11 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, sc
         q.stride(0), plan.tables.stride(0), splits, G, H // G, B, D, plan.window or 0,
         max(16, triton.next_power_of_2(H // G)), block_d, block_n, num_warps=4, num_stages=3,
     )  # fmt: skip
-    combine_kernel[(S, H)](part, lse, layout.query_starts, out, splits, H, D, _MAX_SPLITS, _AT_ONCE, block_d)
+    piece = min(block_d, _PIECE)
+    combine_kernel[(S, H, triton.cdiv(D, piece))](
+        part, lse, layout.query_starts, layout.context_lens, out, splits,
+        H, D, plan.window or 0, block_n, _AT_ONCE, piece,
+    )  # fmt: skip
 
 
 def _splits(plan: AttentionPlan, programs: int, block_n: int) -> int:

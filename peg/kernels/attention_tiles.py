@@ -47,6 +47,17 @@ def _sweep(
     return b_max, b_sum, b_acc
 
 
+@triton.jit
+def _cut(n_ctx, num_splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tiles of keys that the last of n_ctx tokens sees: the first, how many, and how many of them a split takes.
+
+    The splits that are left without a tile, the last ones, are dead: nobody writes them, nobody reads them.
+    """
+    first = tl.maximum(n_ctx - WINDOW, 0) // BLOCK_N if WINDOW > 0 else 0
+    tiles = tl.cdiv(n_ctx, BLOCK_N) - first
+    return first, tiles, tl.cdiv(tiles, num_splits)
+
+
 @triton.jit(
     do_not_specialize=["stride_table", "num_splits"],
     do_not_specialize_on_alignment=["p_tables", "p_starts", "p_lens"],
@@ -62,11 +73,12 @@ def decode_kernel(
     if tl.load(p_starts + i_s + 1) - i_t != 1:
         return
     n_ctx = tl.load(p_lens + i_s)
-    lo = tl.maximum(n_ctx - WINDOW, 0) if WINDOW > 0 else 0
-    first = lo // BLOCK_N
-    per_split = tl.cdiv(tl.cdiv(n_ctx, BLOCK_N) - first, num_splits)
+    first, tiles, per_split = _cut(n_ctx, num_splits, WINDOW, BLOCK_N)
+    if i_p * per_split >= tiles:
+        return
     begin = (first + i_p * per_split) * BLOCK_N
     end = tl.minimum(n_ctx, begin + per_split * BLOCK_N)
+    lo = tl.maximum(n_ctx - WINDOW, 0) if WINDOW > 0 else 0
 
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
@@ -82,17 +94,17 @@ def decode_kernel(
         p_tables + i_s * stride_table, scale, G * D, B, D, WINDOW, BLOCK_D, BLOCK_N, True,
     )  # fmt: skip
     o_part = (i_s * G * GROUP + o_head).to(tl.int64) * num_splits + i_p
-    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_out, mask=inside)
-    tl.store(p_lse + o_part, b_max + tl.log2(b_sum), mask=o_m < GROUP)  # −inf for a split without keys
+    tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc / b_sum[:, None], mask=inside)
+    tl.store(p_lse + o_part, b_max + tl.log2(b_sum), mask=o_m < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["p_starts"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["p_starts", "p_lens"])
 def combine_kernel(
-    p_part, p_lse, p_starts, p_out, num_splits,
-    H: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_part, p_lse, p_starts, p_lens, p_out, num_splits,
+    H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one query head, weighed by their shares of the softmax; zeros for an empty context.
+    """The live splits of a piece of one query head, weighed by their shares of the softmax; zeros without a context.
 
     One compiled form for any number of splits: a kernel that is loaded while a peer waits may wait for it for ever.
     """
@@ -100,21 +112,24 @@ def combine_kernel(
     i_t = tl.load(p_starts + i_s)
     if tl.load(p_starts + i_s + 1) - i_t != 1:
         return
-    o_d = tl.arange(0, BLOCK_D)
+    _, tiles, per_split = _cut(tl.load(p_lens + i_s), num_splits, WINDOW, BLOCK_N)
+    live = tl.cdiv(tiles, tl.maximum(per_split, 1))
+    o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = (i_s * H + i_h).to(tl.int64) * num_splits
-    o_all = tl.arange(0, MAX_SPLITS)
-    b_lse = tl.load(p_lse + first + o_all, mask=o_all < num_splits, other=float("-inf"))
-    b_max = tl.max(b_lse, 0)
-    b_ref = tl.where(b_max == float("-inf"), 0.0, b_max)
-    b_sum = tl.sum(tl.exp2(b_lse - b_ref), 0)
+    b_max = tl.full([1], float("-inf"), tl.float32)
+    b_sum = tl.zeros([1], tl.float32)
     b_out = tl.zeros([BLOCK_D], tl.float32)
-    for begin in range(0, num_splits, AT_ONCE):
+    for begin in range(0, live, AT_ONCE):
         o_p = begin + tl.arange(0, AT_ONCE)
-        live = o_p < num_splits
-        b_share = tl.exp2(tl.load(p_lse + first + o_p, mask=live, other=float("-inf")) - b_ref)
-        inside = live[:, None] & (o_d < D)[None, :]
+        inside = (o_p < live)[:, None] & (o_d < D)[None, :]
+        b_lse = tl.load(p_lse + first + o_p, mask=o_p < live, other=float("-inf"))
         b_part = tl.load(p_part + (first + o_p)[:, None] * D + o_d[None, :], mask=inside, other=0.0)
-        b_out += tl.sum(b_part * b_share[:, None], 0)
+        b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+        b_share = tl.exp2(b_lse - b_new)
+        b_alpha = tl.exp2(b_max - b_new)
+        b_sum = b_sum * b_alpha + tl.sum(b_share, 0)
+        b_out = b_out * b_alpha + tl.sum(b_part * b_share[:, None], 0)
+        b_max = b_new
     b_out = b_out / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(p_out + (i_t.to(tl.int64) * H + i_h) * D + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < D)
 

@@ -268,6 +268,8 @@ CASES: Mapping[str, Case] = {
     "decode": Attend(9, 3, 16, (1, 1, 1), (1, 17, 70)),
     "decode, split": Attend(6, 2, 64, (1, 1, 1), (1, 300, 700)),
     "decode, split, window": Attend(6, 2, 64, (1, 1, 1), (300, 150, 700), window=200),
+    "decode, splits beside dead ones": Attend(3, 1, 300, (1, 1), (700, 20)),
+    "decode, splits beside dead ones, window": Attend(2, 2, 136, (1, 1, 1), (300, 200, 1), window=171),
     "decode, window": Attend(8, 1, 32, (1, 1, 1), (1, 17, 70), window=5),
     "prefill": Attend(6, 2, 16, (17, 5, 33), (17, 9, 70)),
     "prefill, window": Attend(4, 2, 24, (40, 5, 64), (100, 17, 64), window=20, block=8),
