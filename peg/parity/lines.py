@@ -28,11 +28,14 @@ class Lines:
 # block-table entries swapped.
 #
 #              right           faults
-# bf16  mean   0.05 to 0.09    0.39     a text alone or in front of more, right: mean to 0.05, p99 to 0.17;
-#       p99    0.14 to 0.47    2.2      with entries swapped 1.0 and 5.2
+# bf16  mean   0.05 to 0.09    0.39
+#       p99    0.14 to 0.47    2.2
 #       regret 0 to 0.38       3.6
 # fp32  mean   0 to 7e-6       0.13     a small random Gemma 3, which shows faults less than real weights do
+#
+# A text alone or in front of more, bf16: right to 0.05 and p99 0.17 there; 0.066 and 0.30 over three and four ranks on
+# an H200 (SmolLM2, Gemma 3 270M), as NCCL adds longer messages up in another order; with entries swapped 1.0 and 5.2.
 LINES: Mapping[str, Lines] = {
     "float32": Lines(mean=1e-4, p99=1e-3, regret=1e-3, drift_mean=1e-4, drift_p99=1e-3),
-    "bfloat16": Lines(mean=0.15, p99=0.75, regret=1.0, drift_mean=0.05, drift_p99=0.25),
+    "bfloat16": Lines(mean=0.15, p99=0.75, regret=1.0, drift_mean=0.1, drift_p99=0.5),
 }
