@@ -44,33 +44,14 @@ class OneDnnLinear:
         return product
 
 
-@dataclass(frozen=True, slots=True)
-class TiedLinear:
-    """A bf16 weight [N, K] on a CPU whose rows are an embedding as well, so that it lies there in both layouts.
-
-    For one row of x a large matrix in rows is as quick as a packed one, for eight it takes twice as long (measured).
-    """
-
-    weight: Tensor
-    packed: OneDnnLinear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 1:
-            return torch.mv(self.weight, x[0])[None]
-        return self.packed(x)
-
-
 def pack(weight: Tensor) -> Linear:
-    """Take `weight` [N, K] over in the layout that is quickest where it lies; the caller drops its own reference."""
+    """Take `weight` [N, K] over in the layout that is quickest where it lies; the caller drops its own reference.
+
+    One who goes on reading it, as an embedding perhaps, pays with a second copy on a CPU with bf16 instructions.
+    """
     if weight.is_cpu and weight.dtype == torch.bfloat16 and _has_bf16_products():
         return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS))  # noqa: SLF001
     return PlainLinear(weight)
-
-
-def tie(weight: Tensor) -> Linear:
-    """`pack` for a weight [N, K] that the caller goes on reading: on a CPU with bf16 instructions, a second copy."""
-    packed = pack(weight)
-    return TiedLinear(weight, packed) if isinstance(packed, OneDnnLinear) else packed
 
 
 def _has_bf16_products() -> bool:

@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if on_cpu("rms_norm", x):
         if x.numel() == weight.numel() and x.dtype == torch.bfloat16:
             return _one_row(x, eps).mul_(weight)
-        return functional.rms_norm(x, weight.shape, None, eps) * weight
+        return _rows(x, eps) * weight
     return _norm(x, weight, eps, _ROUND_FIRST)
 
 
@@ -64,6 +64,12 @@ def _one_row(x: Tensor, eps: float) -> Tensor:
     """`rms_normalize` of a single bf16 row: three calls of PyTorch where its own rms_norm makes ten."""
     norm = torch.linalg.vector_norm(x, dtype=torch.float32).item()
     return x.mul((norm * norm / x.numel() + eps) ** -0.5)
+
+
+def _rows(x: Tensor, eps: float) -> Tensor:
+    """`rms_normalize` as the layer norm of x beside −x, whose mean is zero: three calls of PyTorch instead of ten."""
+    D = x.shape[-1]
+    return functional.layer_norm(torch.cat((x, -x), -1), (2 * D,), eps=eps)[..., :D]
 
 
 @triton.jit

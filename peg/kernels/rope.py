@@ -54,7 +54,7 @@ def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> t
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn every head: x [T, heads, D]; cos and sin from `rope_angles`, of x's dtype. Returns x's shape and dtype."""
     if on_cpu("apply_rope", x):
-        swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+        swapped = x.view(*x.shape[:-1], 2, -1).flip(-2).view(x.shape)
         return torch.addcmul(x * cos, swapped, sin)
     return _apply_rope(x, cos, sin)
 

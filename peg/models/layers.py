@@ -11,7 +11,7 @@ from torch import Tensor
 from peg.checkpoint.rope import RopeParameters
 from peg.checkpoint.source import TensorSource, shard_size
 from peg.kernels.attention import AttentionPlan, SliceLayout, plan_attention
-from peg.kernels.linear import Linear, pack, tie
+from peg.kernels.linear import Linear, pack
 from peg.kernels.rope import default_frequencies, llama3_frequencies, rope_angles
 from peg.models.heads import HeadShare
 from peg.models.inputs import LayerCache, StepInputs
@@ -46,7 +46,7 @@ class Head:
     @classmethod
     def load(cls, source: TensorSource, tied: Tensor | None, vocab_size: int, softcap: float | None = None) -> Self:
         """Take `tied`, this rank's rows of the embedding (which must stay readable one by one), or lm_head.weight."""
-        product = tie(tied) if tied is not None else pack(source.shard("lm_head.weight", 0))
+        product = pack(source.shard("lm_head.weight", 0) if tied is None else tied)
         share = shard_size(vocab_size, source.world_size)
         return cls(product, min(max(vocab_size - source.rank * share, 0), share), softcap)
 

@@ -169,10 +169,10 @@ class Llama:
     def _attend(self, layer: _Layer, hidden: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
         """Store K and V of hidden [T, M]; return this rank's part of the attention's output [T, M]."""
         H, G, D = self.heads.query_heads, self.heads.kv_heads, self.config.head_dim
-        heads = layer.qkv(hidden).view(-1, H + 2 * G, D)
-        turned = apply_rope(heads[:, : H + G], step.cos, step.sin)
-        cache.write(turned[:, H:], heads[:, H + G :], step.slots)
-        out = paged_attention(turned[:, :H], cache.k, cache.v, step.plan, D**-0.5)
+        heads, v = layer.qkv(hidden).view(-1, H + 2 * G, D).split_with_sizes((H + G, G), 1)
+        q, k = apply_rope(heads, step.cos, step.sin).split_with_sizes((H, G), 1)
+        cache.write(k, v, step.slots)
+        out = paged_attention(q, cache.k, cache.v, step.plan, D**-0.5)
         return layer.o(out.flatten(1))
 
 

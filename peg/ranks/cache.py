@@ -23,11 +23,13 @@ class WriteDigest:
     filled the same slots, layer by layer. Owned by the rank's thread.
     """
 
-    __slots__ = ("_known", "_writes", "value")
+    __slots__ = ("_checksums", "_groups", "_slots", "_writes", "value")
 
     def __init__(self) -> None:
         self.value = 0
-        self._known: tuple[tuple[Tensor, int], ...] = ()
+        self._slots: tuple[Tensor, ...] = ()
+        self._groups: dict[int, int] = {}  # by the `id` of their slots
+        self._checksums: tuple[int, ...] = ()
         self._writes: list[tuple[int, int]] = []
 
     @property
@@ -37,15 +39,17 @@ class WriteDigest:
 
     def begin(self, slots: Iterable[tuple[Tensor, HostArray]]) -> None:
         """A step begins: the slots of each group as they are on the device, and as they are on the host."""
-        self._known = tuple((there, zlib.crc32(here.tobytes())) for there, here in slots)
+        self._slots, host = zip(*slots, strict=True)
+        self._groups = {id(there): group for group, there in enumerate(self._slots)}
+        self._checksums = tuple(zlib.crc32(here.tobytes()) for here in host)
         self._writes.clear()
 
     def stored(self, layer: int, slots: Tensor) -> None:
         """K and V went to `slots`, which all layers of a group share."""
-        group = next((group for group, (known, _) in enumerate(self._known) if known is slots), None)
+        group = self._groups.get(id(slots))
         assert group is not None, "K and V were stored at slots that are not the step's"
         self._writes.append((layer, group))
-        self.value = hash((self.value, layer, self._known[group][1]))
+        self.value = hash((self.value, layer, self._checksums[group]))
 
     def replayed(self, writes: Sequence[tuple[int, int]], slots: Sequence[HostArray]) -> None:
         """A captured step was launched: the layers that stored when it was captured store at these slots."""
@@ -56,7 +60,7 @@ class WriteDigest:
     def advanced(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """A step ended: these rows hold so many tokens now."""
         self.value = hash((self.value, *rows, *tokens))
-        self._known = ()
+        self._slots, self._groups = (), {}
 
 
 class PagedCache:
