@@ -12,60 +12,11 @@ from peg.errors import CheckpointError, ConfigError
 from peg.models.gemma4 import Gemma4
 from peg.models.gemma4_config import parse_gemma4
 from peg.plan import Full, Recurrent, SlidingWindow
+from tools.geometries import GEMMA4_12B, GEMMA4_31B, GEMMA4_E2B
 
-COMMON: dict[str, Any] = {
-    "model_type": "gemma4_text",
-    "vocab_size": 262144,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "hidden_size_per_layer_input": 0,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    },
-}
-B31 = COMMON | {
-    "hidden_size": 5376,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "num_global_key_value_heads": 4,
-    "attention_k_eq_v": True,
-    "sliding_window": 1024,
-    "intermediate_size": 21504,
-    "use_bidirectional_attention": "vision",
-    "expert_intermediate_size": None,
-    "num_experts": None,
-}
-B12 = B31 | {
-    "model_type": "gemma4_unified_text",
-    "hidden_size": 3840,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "num_global_key_value_heads": 1,
-    "intermediate_size": 15360,
-}
-E2B = COMMON | {
-    "hidden_size": 1536,
-    "num_hidden_layers": 35,
-    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "num_global_key_value_heads": None,
-    "attention_k_eq_v": False,
-    "sliding_window": 512,
-    "intermediate_size": 6144,
-    "use_double_wide_mlp": True,
-    "num_kv_shared_layers": 20,
-    "hidden_size_per_layer_input": 256,
-}
+B31: dict[str, Any] = dict(GEMMA4_31B)
+B12: dict[str, Any] = GEMMA4_12B | {"model_type": "gemma4_unified_text"}
+E2B: dict[str, Any] = dict(GEMMA4_E2B)
 E4B = E2B | {
     "hidden_size": 2560,
     "num_hidden_layers": 42,
