@@ -100,23 +100,29 @@ class Soak:
         self._over = False
 
     async def run(self, seconds: float) -> Soaked:
-        """Load and faults for so long; then everything must come to rest."""
-        await self._engine.start()
-        clients = [asyncio.create_task(self._client(number)) for number in range(CLIENTS)]
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            await self._break_and_wait()
-            await asyncio.sleep(self._random.uniform(0.05, 0.4))
-        self._over = True
-        await asyncio.gather(*clients)
+        """Load and faults for so long; then everything must come to rest. Whatever is found, the threads end."""
+        try:
+            await self._engine.start()
+            await self._break_for(seconds)
+        finally:
+            await self._engine.close()
+        return self.soaked
+
+    async def _break_for(self, seconds: float) -> None:
+        async with asyncio.TaskGroup() as clients:
+            for number in range(CLIENTS):
+                clients.create_task(self._client(number))
+            until_s = time.monotonic() + seconds
+            while time.monotonic() < until_s:
+                await self._break_and_wait()
+                await asyncio.sleep(self._random.uniform(0.05, 0.4))
+            self._over = True
         self.soaked.twice += sum(stream.terminal is not terminal for stream, terminal in self._ended)
         self.soaked.rebuilds = len(self._engine.vitals().rebuilt)
         counters = self._engine.stats().scheduler.counters
         booked = sum(count for reason, count in counters.finished.items() if reason != "rejected")
         assert counters.admitted == booked == sum(self.soaked.ends.values())
         assert self._engine.stats().open_streams == 0
-        await self._engine.close()
-        return self.soaked
 
     async def _break_and_wait(self) -> None:
         """One fault, and READY again. A fault that costs only its requests rebuilds nothing."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.faults.faulty_engine import write_model
-from tests.faults.soak import SETTLED, Soaked, soak
+import tests.faults.soak
+from tests.faults.faulty_engine import threads, write_model
+from tests.faults.soak import LIMITS, SETTLED, Soaked, soak
 
 
 def check(soaked: Soaked) -> None:
@@ -19,6 +21,15 @@ def check(soaked: Soaked) -> None:
     assert last.threads <= first.threads
     assert last.files <= first.files
     assert last.resident_bytes - first.resident_bytes < 16 << 20
+
+
+async def test_a_soak_that_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is not rebuilt is told, and no thread of it keeps the process from ending."""
+    monkeypatch.setattr(tests.faults.soak, "LIMITS", replace(LIMITS, rebuild_limit=0))
+    monkeypatch.setattr(tests.faults.soak, "HANG_S", 0.5)
+    with pytest.raises(ExceptionGroup, check=lambda group: group.subgroup(TimeoutError) is not None):
+        await soak(write_model(tmp_path), 1, 10.0)
+    assert threads() == []
 
 
 @pytest.mark.slow
