@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-
-import msgspec
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain
+from typing import TypeAlias
 
 from peg.plan import FinishReason, SequenceRequest, Terminal, TokenLogprobs
 from peg.sched.scheduler import Update
 
+_READ_TOKENS = 64  # at most at a time: what a slow reader is behind by reaches him under his own back-pressure
 
-class Output(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one stream that arrived since it was last read, with a logprob each where they were asked for."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
+Output: TypeAlias = Update
+"""Tokens of one stream, with a logprob each where they were asked for. Only these two fields are a reader's."""
 
 
 class TokenStream:
-    """The tokens of one request, read by `async for`; once that ends, `terminal` says how. Owned by the loop.
+    """The tokens of one request, for one reader; once there are no more, `terminal` says why. Owned by the loop.
 
     The reader is woken for `wake_tokens` tokens or the end. Times are `time.monotonic()`: `started_s` is when the
     first step with it was launched, `first_token_s` when its first token was committed, `ended_s` that of the terminal.
@@ -39,15 +37,14 @@ class TokenStream:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.terminal: Terminal | None = None
         self._cancel = cancel
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs | None] = []
+        self._unread: list[Output] = []  # of one token each
         self._reader: asyncio.Future[None] | None = None
         self._new_future = asyncio.get_running_loop().create_future
 
     @property
     def unread_tokens(self) -> int:
         """Tokens that wait for the reader."""
-        return len(self._token_ids)
+        return len(self._unread)
 
     def cancel(self) -> None:
         """The reader wants no more. The terminal is written at once; a stream that has ended stays as it is."""
@@ -56,12 +53,14 @@ class TokenStream:
     def put(self, update: Update) -> None:
         """Hand over what one commit brought for this sequence."""
         assert self.terminal is None, f"{self.request_id}: tokens after the terminal"
-        self._token_ids += update.token_ids
-        self._logprobs += update.logprobs
-        self.published_tokens += len(update.token_ids)
-        self.prompt_logprobs += update.prompt_logprobs
-        if self.first_token_s is None and update.token_ids:
-            self.first_token_s = time.monotonic()
+        if update.token_ids:
+            assert len(update.token_ids) == 1, f"{self.request_id}: {len(update.token_ids)} tokens of one step"
+            self._unread.append(update)
+            self.published_tokens += 1
+            if self.first_token_s is None:
+                self.first_token_s = time.monotonic()
+        if update.prompt_logprobs:
+            self.prompt_logprobs += update.prompt_logprobs
         if update.terminal is not None:
             self._end(update.terminal)
         self._notify()
@@ -84,24 +83,35 @@ class TokenStream:
 
     def _notify(self) -> None:
         reader = self._reader
-        if reader is None or not (len(self._token_ids) >= self.wake_tokens or self.terminal is not None):
+        if reader is None or not (len(self._unread) >= self.wake_tokens or self.terminal is not None):
             return
         self._reader = None
         if not reader.done():
             reader.set_result(None)
 
+    async def read(self) -> Sequence[Output]:
+        """Wait for `wake_tokens` tokens or the end, and take what is there by so many tokens; nothing after it."""
+        size, unread = self.wake_tokens, self._unread
+        while len(unread) < size and self.terminal is None:
+            self._reader = self._new_future()
+            await self._reader
+        taken = unread[: _READ_TOKENS if size == 1 else size]
+        del unread[: len(taken)]
+        return taken if size == 1 or not taken else [_joined(taken)]
+
     def __aiter__(self) -> AsyncIterator[Output]:
         return self
 
     async def __anext__(self) -> Output:
-        while len(self._token_ids) < self.wake_tokens:
-            if self.terminal is not None:
-                break
-            self._reader = self._new_future()
-            await self._reader
-        if not self._token_ids:
+        outputs = await self.read()
+        if not outputs:
             raise StopAsyncIteration
-        output = Output(tuple(self._token_ids), tuple(self._logprobs))
-        self._token_ids.clear()
-        self._logprobs.clear()
-        return output
+        return _joined(outputs)
+
+
+def _joined(outputs: Sequence[Output]) -> Output:
+    if len(outputs) == 1:
+        return outputs[0]
+    token_ids = chain.from_iterable(output.token_ids for output in outputs)
+    logprobs = chain.from_iterable(output.logprobs for output in outputs)
+    return Output(outputs[0].seq_id, tuple(token_ids), tuple(logprobs))

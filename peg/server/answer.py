@@ -67,19 +67,22 @@ class _CollectingSink:
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = [Collected(choice) for choice in choices]
 
-    async def piece(self, choice: Choice, text: str, output: Output) -> None:
+    def piece(self, choice: Choice, text: str, output: Output) -> None:
         collected = self.choices[choice.index]
         collected.pieces.append(text)
         collected.token_ids += output.token_ids
         collected.scores += output.logprobs
 
-    async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
+    def finish(self, choice: Choice, text: str, finish: Finish) -> None:
         self.choices[choice.index].pieces.append(text)
         self.choices[choice.index].finish = finish
 
+    async def flush(self) -> None:
+        """Nothing of it goes before the end."""
+
 
 class _EventSink:
-    """Writes what comes at once, one event a piece."""
+    """Writes what comes at once, one event a piece; those that are there together are one write."""
 
     def __init__(self, stream: EventStream, form: Form, meter: _Meter, tells_usage: bool) -> None:
         self._stream = stream
@@ -87,14 +90,19 @@ class _EventSink:
         self._meter = meter
         self._tells_usage = tells_usage
         self._opened: set[int] = set()
+        self._unsent = b""
 
-    async def piece(self, choice: Choice, text: str, output: Output) -> None:
+    def piece(self, choice: Choice, text: str, output: Output) -> None:
         opening = self._opening(choice)
-        await self._stream.send(opening + self._form.piece(choice, text, output, self._usage()))
+        self._unsent += opening + self._form.piece(choice, text, output, self._usage())
 
-    async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
+    def finish(self, choice: Choice, text: str, finish: Finish) -> None:
         opening = self._opening(choice)
-        await self._stream.send(opening + self._form.closing(choice, text, finish, self._usage()))
+        self._unsent += opening + self._form.closing(choice, text, finish, self._usage())
+
+    async def flush(self) -> None:
+        events, self._unsent = self._unsent, b""
+        await self._stream.send(events)
 
     def _usage(self) -> Usage | None:
         return self._meter.usage() if self._tells_usage else None

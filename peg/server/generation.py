@@ -95,11 +95,14 @@ class Finish:
 class Sink(Protocol):
     """Where the text of choices goes. The choices of one request share it."""
 
-    async def piece(self, choice: Choice, text: str, output: Output) -> None:
+    def piece(self, choice: Choice, text: str, output: Output) -> None:
         """More text of a choice, and the tokens that came; the text is empty only where tokens are told."""
 
-    async def finish(self, choice: Choice, text: str, finish: Finish) -> None:
+    def finish(self, choice: Choice, text: str, finish: Finish) -> None:
         """The rest of a choice's text, and how it ended."""
+
+    async def flush(self) -> None:
+        """What came since the last time goes on its way, together."""
 
 
 class Choice:
@@ -131,35 +134,40 @@ class Choice:
         return scores + [None] * (len(self.prompt.ids) - len(scores))
 
     async def follow(self, sink: Sink, tokens_at_once: int) -> None:
-        """Hand everything to `sink`: the first token as it comes, then so many at once.
+        """Hand everything to `sink`: the first token as it comes, then so many at once, however many are there.
 
         Raises SequenceFailed where the sequence failed.
         """
-        async for output in self._stream:
-            self._count(len(output.token_ids))
-            self._stream.wake_tokens = tokens_at_once
-            if (text := self._feed(output)) or self._tells_tokens:
-                await sink.piece(self, text, output)
-        terminal = self._stream.terminal
+        stream = self._stream
+        while outputs := await stream.read():
+            before = self.completion_tokens
+            for output in outputs:
+                self.completion_tokens += len(output.token_ids)
+                if (text := self._feed(output)) or self._tells_tokens:
+                    sink.piece(self, text, output)
+            self._measure(before)
+            stream.wake_tokens = tokens_at_once
+            await sink.flush()
+        terminal = stream.terminal
         assert terminal is not None, "a stream ended without a terminal"
         if terminal.reason not in _REASONS:
             raise SequenceFailed(terminal)
         tail = self._text.finish()
         asked_for = terminal.stop_token_id in self._stop_token_ids  # the model's own end is no stop that was asked for
         stop = terminal.stop_token_id if asked_for else self._text.matched
-        await sink.finish(self, tail, Finish(_REASONS[terminal.reason], stop))
+        sink.finish(self, tail, Finish(_REASONS[terminal.reason], stop))
+        await sink.flush()
 
-    def _count(self, tokens: int) -> None:
-        """Count tokens, and the time that they took since the ones before."""
-        now_s, first_s = time.monotonic(), self._stream.first_token_s
-        if not self.completion_tokens and first_s is not None:
+    def _measure(self, before: int) -> None:
+        """Tell the metrics of the tokens after the first `before`, and of the time that they took."""
+        tokens, now_s, first_s = self.completion_tokens - before, time.monotonic(), self._stream.first_token_s
+        if not before and first_s is not None:
             self._metrics.first_token(first_s - self._last_s)
             self._last_s = first_s
-            self.completion_tokens, tokens = 1, tokens - 1
+            tokens -= 1
         if tokens:
             self._metrics.more_tokens(tokens, now_s - self._last_s)
             self._last_s = now_s
-        self.completion_tokens += tokens
 
     def _feed(self, output: Output) -> str:
         feed = self._text.feed

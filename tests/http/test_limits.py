@@ -164,7 +164,7 @@ def test_a_silent_stream_says_that_it_lives(echo: EngineConfig) -> None:
             assert b"data:" not in received
             server.group.go.set()
             received = read_until(sock, b"[DONE]", received)
-        assert received.count(b'"text":') in (2, 3)  # tokens that are there together come together
+        assert received.count(b'"text":') == 3  # two tokens and the end
         server.group.step_s = 0.2
         between = server.complete(**long_answer(stream=True, max_tokens=3)).body
         assert between.count(b": keep-alive\n\n") >= 2
@@ -182,6 +182,15 @@ def test_a_failure_after_a_comment_is_an_event(echo: EngineConfig) -> None:
         assert '"code":"request_timeout"' in error
         assert (done, rest) == ("data: [DONE]", "")
         server.group.go.set()
+
+
+def test_tokens_that_are_there_together_have_an_event_each(echo: EngineConfig) -> None:
+    """However fast they come, a stream's events do not depend on it."""
+    with serving(echo) as server:
+        for max_tokens in (1, 2, 99, 200):
+            *pieces, last = server.complete(**long_answer(stream=True, max_tokens=max_tokens)).events
+            assert [each["choices"][0]["text"] for each in pieces] == (["the", " cat"] * 100)[:max_tokens]
+            assert last["choices"][0]["text"] == ""
 
 
 @pytest.mark.parametrize("interval", [1, 4, 1000])

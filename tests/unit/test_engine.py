@@ -30,6 +30,7 @@ from peg.plan import (
     StepResult,
 )
 from peg.process_end import ProcessEnd
+from peg.sched.scheduler import Update
 from peg.token_stream import Output, TokenStream
 
 INFO = EngineInfo(
@@ -215,6 +216,21 @@ async def test_tokens_coalesce_for_a_slow_reader(monkeypatch: pytest.MonkeyPatch
             await settle()
         assert stream.unread_tokens == 3
         assert [output.token_ids for output in await collect(stream)] == [(31, 32, 33)]
+
+
+async def test_a_slow_reader_takes_so_much_at_a_time() -> None:
+    """What a reader is behind by comes token by token, 64 at most at once; or by as many as it wakes for."""
+    single, several = TokenStream(request("a"), bool), TokenStream(request("b"), bool)
+    several.wake_tokens = 30
+    for token in range(100):
+        single.put(Update(0, (token,)))
+        several.put(Update(1, (token,)))
+    for stream in (single, several):
+        stream.fail("that is all")
+    read = [await single.read() for _ in range(3)]
+    assert [len(outputs) for outputs in read] == [64, 36, 0]
+    assert [output.token_ids for outputs in read for output in outputs] == [(token,) for token in range(100)]
+    assert [len(output.token_ids) for output in await collect(several)] == [30, 30, 30, 10]
 
 
 async def test_cancel_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
