@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from peg.kernels.device import on_cpu
 
-_ROUND_FIRST, _ROUND_LAST, _NO_WEIGHT = 0, 1, 2  # how the kernels apply a weight
+_ROUND_FIRST, _ROUND_LAST = 0, 1  # how the kernels apply a weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,10 +54,11 @@ def rms_norm_add_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> No
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """Give x · rsqrt(mean(x²) + eps) in fp32, rounded to x's dtype; no weight (Gemma 4's values). x [..., D]."""
-    if on_cpu("rms_normalize", x):
-        return functional.rms_norm(x, x.shape[-1:], None, eps)
-    return _norm(x, x, eps, _NO_WEIGHT)
+    """Give x · rsqrt(mean(x²) + eps) in fp32, rounded to x's dtype; no weight (Gemma 4's values). x [..., D].
+
+    The reference; on CUDA values are normalised in `heads.py`, on their way.
+    """
+    return functional.rms_norm(x, x.shape[-1:], None, eps)
 
 
 def _one_row(x: Tensor, eps: float) -> Tensor:
@@ -76,12 +77,10 @@ def _rows(x: Tensor, eps: float) -> Tensor:
 def _normalized(b_x, p_weight, o_d, eps, D: tl.constexpr, WEIGHT: tl.constexpr, DTYPE: tl.constexpr):
     """Rows b_x float32 [ROWS, BLOCK_D], zero from D on, normalised and rounded to DTYPE."""
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
-    if WEIGHT != 2:
-        b_w = tl.load(p_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
-        if WEIGHT == 0:
-            b_y = b_y.to(DTYPE).to(tl.float32)
-        b_y = b_y * b_w
-    return b_y.to(DTYPE)
+    b_w = tl.load(p_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+    if WEIGHT == 0:
+        b_y = b_y.to(DTYPE).to(tl.float32)
+    return (b_y * b_w).to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["rows"])

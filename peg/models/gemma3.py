@@ -20,9 +20,9 @@ from peg.checkpoint.source import TensorSource, shard_size
 from peg.kernels.activation import gelu_tanh_and_mul
 from peg.kernels.attention import paged_attention
 from peg.kernels.embedding import embed
+from peg.kernels.heads import HeadRules
 from peg.kernels.linear import Linear
 from peg.kernels.norm import rms_norm_add_, rms_norm_fp32
-from peg.kernels.rope import apply_rope
 from peg.models.comm import Communicator
 from peg.models.heads import HeadShare, share_heads
 from peg.models.inputs import LayerCache, StepInputs
@@ -71,8 +71,7 @@ class _Group:
 class _Layer:
     group: int
     qkv: Linear
-    q_norm: Tensor
-    k_norm: Tensor
+    rules: HeadRules
     o: Linear
     mlp: Mlp
     input_norm: Tensor
@@ -236,11 +235,9 @@ class Gemma3:
 
     def _attend(self, layer: _Layer, hidden: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
         """Store K and V of hidden [T, M]; return this rank's part of the attention's output [T, M]."""
-        H, G, D, eps = self.heads.query_heads, self.heads.kv_heads, self.config.head_dim, self.config.norm_eps
-        heads = layer.qkv(hidden).view(-1, H + 2 * G, D)
-        q = apply_rope(rms_norm_fp32(heads[:, :H], layer.q_norm, eps), step.cos, step.sin)
-        k = apply_rope(rms_norm_fp32(heads[:, H : H + G], layer.k_norm, eps), step.cos, step.sin)
-        cache.write(k, heads[:, H + G :], step.slots)
+        N = self.heads.query_heads + 2 * self.heads.kv_heads
+        heads = layer.qkv(hidden).view(-1, N, self.config.head_dim)
+        q = cache.write(heads, layer.rules, step.angles, step.slots)
         return layer.o(paged_attention(q, cache.k, cache.v, step.plan, self.config.scale).flatten(1))
 
 
@@ -285,8 +282,13 @@ def _load_layer(config: Gemma3Config, source: TensorSource, heads: HeadShare, la
     return _Layer(
         group=config.kinds.index(config.layer_types[layer]),
         qkv=load_qkv(source, f"{name}.self_attn", heads, config.head_dim),
-        q_norm=_norm(source, f"{name}.self_attn.q_norm"),
-        k_norm=_norm(source, f"{name}.self_attn.k_norm"),
+        rules=HeadRules(
+            heads.query_heads,
+            rms_norm_fp32,
+            _norm(source, f"{name}.self_attn.q_norm"),
+            _norm(source, f"{name}.self_attn.k_norm"),
+            config.norm_eps,
+        ),
         o=load_o(source, f"{name}.self_attn", heads, config.head_dim),
         mlp=Mlp.load(source, f"{name}.mlp"),
         input_norm=_norm(source, f"{name}.input_layernorm"),

@@ -19,9 +19,10 @@ from peg.checkpoint.source import TensorSource, shard_size
 from peg.kernels.activation import gelu_tanh_and_mul
 from peg.kernels.attention import paged_attention
 from peg.kernels.embedding import embed
+from peg.kernels.heads import HeadRules, turn_queries
 from peg.kernels.linear import Linear, pack
-from peg.kernels.norm import rms_norm_add_, rms_norm_fp32, rms_normalize
-from peg.kernels.rope import apply_rope, proportional_frequencies
+from peg.kernels.norm import rms_norm_add_, rms_norm_fp32
+from peg.kernels.rope import proportional_frequencies
 from peg.models.comm import Communicator
 from peg.models.gemma4_config import AttentionKind, Gemma4Config, parse_gemma4, projections, tensor_shapes
 from peg.models.heads import HeadShare, share_heads
@@ -54,13 +55,12 @@ class _PerLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights. `owner` is the layer whose cache it uses; `k_norm` is None where that is not its own."""
+    """One layer's weights. `owner` is the layer whose cache it uses: its own, or one that it shares and only reads."""
 
     group: int
     owner: int
     qkv: Linear
-    q_norm: Tensor
-    k_norm: Tensor | None
+    rules: HeadRules
     o: Linear
     mlp: Mlp
     input_norm: Tensor
@@ -178,14 +178,12 @@ class Gemma4:
 
     def _attend(self, layer: _Layer, hidden: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
         """Store K and V of hidden [T, M] where they are the layer's own; return this rank's part of the output."""
-        group, eps = self.groups[layer.group], self.config.norm_eps
-        H, G = group.heads.query_heads, group.heads.kv_heads
         product = layer.qkv(hidden)
-        heads = product.view(len(product), -1, group.kind.head_dim)
-        if layer.k_norm is not None:
-            k = apply_rope(rms_norm_fp32(heads[:, H : H + G], layer.k_norm, eps), step.cos, step.sin)
-            cache.write(k, rms_normalize(heads[:, -G:], eps), step.slots)  # the last heads are V, or K again
-        q = apply_rope(rms_norm_fp32(heads[:, :H], layer.q_norm, eps), step.cos, step.sin)
+        heads = product.view(len(product), -1, self.groups[layer.group].kind.head_dim)
+        if layer.rules.k_norm is None:
+            q = turn_queries(heads, layer.rules, step.angles)
+        else:
+            q = cache.write(heads, layer.rules, step.angles, step.slots)
         return layer.o(paged_attention(q, cache.k, cache.v, step.plan, 1.0).flatten(1))
 
     def _per_layer_inputs(self, token_ids: Tensor, embedded: Tensor, comm: Communicator) -> Tensor:
@@ -246,8 +244,14 @@ def _load_layer(config: Gemma4Config, source: TensorSource, groups: Sequence[_Gr
         group=index,
         owner=config.owner(layer),
         qkv=load_qkv(source, f"{name}.self_attn", heads, head_dim, projections(config, layer)),
-        q_norm=norm("self_attn.q_norm"),
-        k_norm=None if config.is_shared(layer) else norm("self_attn.k_norm"),
+        rules=HeadRules(
+            heads.query_heads,
+            rms_norm_fp32,
+            norm("self_attn.q_norm"),
+            None if config.is_shared(layer) else norm("self_attn.k_norm"),
+            config.norm_eps,
+            norm_values=True,
+        ),
         o=load_o(source, f"{name}.self_attn", heads, head_dim),
         mlp=Mlp.load(source, f"{name}.mlp"),
         input_norm=norm("input_layernorm"),

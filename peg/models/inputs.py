@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from peg.kernels.heads import Angles, HeadRules
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
@@ -53,8 +55,9 @@ class StepInputs:
 class LayerCache(Protocol):
     """One layer's pool: k and v, model dtype [N, B, G, D]. Layers that share KV are handed the same object.
 
-    `write` is the only way K and V get in: it stores k and v [T, G, D] at `slots` int64 [T], the step's
-    `GroupInputs.slots` themselves, and then counts what it stored in the rank's digest. k and v are only read.
+    `write` is the only way K and V get in: it takes a layer's heads [T, N, D] apart by `rules`, stores K and V at
+    `slots` int64 [T], the step's `GroupInputs.slots` themselves, and then counts what it stored in the rank's digest.
+    It returns Q [T, H, D], ready for attention. Whoever looks at k and v only reads them.
     """
 
     @property
@@ -63,4 +66,4 @@ class LayerCache(Protocol):
     @property
     def v(self) -> Tensor: ...
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
+    def write(self, heads: Tensor, rules: HeadRules, angles: Angles, slots: Tensor) -> Tensor: ...

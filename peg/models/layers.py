@@ -11,6 +11,7 @@ from torch import Tensor
 from peg.checkpoint.rope import RopeParameters
 from peg.checkpoint.source import TensorSource, shard_size
 from peg.kernels.attention import AttentionPlan, SliceLayout, plan_attention
+from peg.kernels.heads import Angles
 from peg.kernels.linear import Linear, pack
 from peg.kernels.rope import default_frequencies, llama3_frequencies, rope_angles
 from peg.models.heads import HeadShare
@@ -63,8 +64,7 @@ class Head:
 class AttentionStep:
     """What the layers of one KV group share in one step: angles of its tokens, where K and V go, what is attended."""
 
-    cos: Tensor
-    sin: Tensor
+    angles: Angles
     slots: Tensor
     plan: AttentionPlan
 
@@ -97,10 +97,10 @@ def begin_attention(
     inputs: StepInputs, group: int, cache: LayerCache, frequencies: Tensor, window: int | None = None
 ) -> AttentionStep:
     """Prepare a step for one KV group; `cache` is any of its layers'."""
-    cos, sin = rope_angles(inputs.positions, frequencies, cache.k.dtype)
+    angles = rope_angles(inputs.positions, frequencies, cache.k.dtype)
     layout = SliceLayout(inputs.query_starts, inputs.context_lens, inputs.query_lens, inputs.context_lens_host)
     plan = plan_attention(layout, inputs.groups[group].tables, cache.k, window)
-    return AttentionStep(cos, sin, inputs.groups[group].slots, plan)
+    return AttentionStep(angles, inputs.groups[group].slots, plan)
 
 
 def _rows(first_head: int, heads: int, head_dim: int) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from peg.checkpoint.source import TensorSource, shard_size
 from peg.kernels.activation import silu_and_mul
 from peg.kernels.attention import paged_attention
 from peg.kernels.embedding import embed
+from peg.kernels.heads import HeadRules
 from peg.kernels.linear import Linear
 from peg.kernels.norm import add_rms_norm_, rms_norm
-from peg.kernels.rope import apply_rope
 from peg.models.comm import Communicator
 from peg.models.heads import HeadShare, share_heads
 from peg.models.inputs import LayerCache, StepInputs
@@ -62,6 +62,7 @@ class Llama:
 
     config: LlamaConfig
     heads: HeadShare
+    rules: HeadRules
     embedding: Tensor
     first_id: int
     first_norm: Tensor
@@ -138,6 +139,7 @@ class Llama:
         return cls(
             config=config,
             heads=heads,
+            rules=HeadRules(heads.query_heads),
             embedding=embedding,
             first_id=source.rank * shard_size(config.vocab_size, source.world_size),
             first_norm=source.whole("model.layers.0.input_layernorm.weight"),
@@ -168,10 +170,9 @@ class Llama:
 
     def _attend(self, layer: _Layer, hidden: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
         """Store K and V of hidden [T, M]; return this rank's part of the attention's output [T, M]."""
-        H, G, D = self.heads.query_heads, self.heads.kv_heads, self.config.head_dim
-        heads, v = layer.qkv(hidden).view(-1, H + 2 * G, D).split_with_sizes((H + G, G), 1)
-        q, k = apply_rope(heads, step.cos, step.sin).split_with_sizes((H, G), 1)
-        cache.write(k, v, step.slots)
+        D = self.config.head_dim
+        heads = layer.qkv(hidden).view(-1, self.heads.query_heads + 2 * self.heads.kv_heads, D)
+        q = cache.write(heads, self.rules, step.angles, step.slots)
         out = paged_attention(q, cache.k, cache.v, step.plan, D**-0.5)
         return layer.o(out.flatten(1))
 

@@ -17,9 +17,9 @@ from peg.errors import CheckpointError
 from peg.kernels.activation import silu_and_mul
 from peg.kernels.attention import paged_attention
 from peg.kernels.embedding import embed
+from peg.kernels.heads import HeadRules
 from peg.kernels.linear import Linear
 from peg.kernels.norm import add_rms_norm_, rms_norm
-from peg.kernels.rope import apply_rope
 from peg.models.comm import Communicator
 from peg.models.heads import HeadShare, share_heads
 from peg.models.inputs import LayerCache, StepInputs
@@ -52,8 +52,7 @@ class _Layer:
     """One layer's weights. `next_norm` stands in front of the next layer, or at the end of the model."""
 
     qkv: Linear
-    q_norm: Tensor
-    k_norm: Tensor
+    rules: HeadRules
     o: Linear
     mlp_norm: Tensor
     mlp: Mlp
@@ -176,11 +175,9 @@ class Qwen3:
 
     def _attend(self, layer: _Layer, hidden: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
         """Store K and V of hidden [T, M]; return this rank's part of the attention's output [T, M]."""
-        H, G, D, eps = self.heads.query_heads, self.heads.kv_heads, self.config.head_dim, self.config.norm_eps
-        heads = layer.qkv(hidden).view(-1, H + 2 * G, D)
-        q = apply_rope(rms_norm(heads[:, :H], layer.q_norm, eps), step.cos, step.sin)
-        k = apply_rope(rms_norm(heads[:, H : H + G], layer.k_norm, eps), step.cos, step.sin)
-        cache.write(k, heads[:, H + G :], step.slots)
+        D = self.config.head_dim
+        heads = layer.qkv(hidden).view(-1, self.heads.query_heads + 2 * self.heads.kv_heads, D)
+        q = cache.write(heads, layer.rules, step.angles, step.slots)
         return layer.o(paged_attention(q, cache.k, cache.v, step.plan, D**-0.5).flatten(1))
 
 
@@ -189,8 +186,13 @@ def _load_layer(config: Qwen3Config, source: TensorSource, heads: HeadShare, lay
     last = layer == config.num_layers - 1
     return _Layer(
         qkv=load_qkv(source, f"{name}.self_attn", heads, config.head_dim),
-        q_norm=source.whole(f"{name}.self_attn.q_norm.weight"),
-        k_norm=source.whole(f"{name}.self_attn.k_norm.weight"),
+        rules=HeadRules(
+            heads.query_heads,
+            rms_norm,
+            source.whole(f"{name}.self_attn.q_norm.weight"),
+            source.whole(f"{name}.self_attn.k_norm.weight"),
+            config.norm_eps,
+        ),
         o=load_o(source, f"{name}.self_attn", heads, config.head_dim),
         mlp_norm=source.whole(f"{name}.post_attention_layernorm.weight"),
         mlp=Mlp.load(source, f"{name}.mlp"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peg.kernels.cache import write_kv
+from peg.kernels.heads import Angles, HeadRules, store_heads
 from peg.models.inputs import LayerCache
 from peg.plan import GroupCapacity, Recurrent
 from peg.ranks.device import HostArray
@@ -74,10 +74,11 @@ class PagedCache:
         self._layer = layer
         self._digest = digest
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k and v [T, G, D] at `slots` int64 [T], and count them."""
-        write_kv(k, v, self.k, self.v, slots)
+    def write(self, heads: Tensor, rules: HeadRules, angles: Angles, slots: Tensor) -> Tensor:
+        """Store K and V of heads [T, N, D] at `slots` int64 [T], and count them; return Q [T, H, D]."""
+        q = store_heads(heads, rules, angles, self.k, self.v, slots)
         self._digest.stored(self._layer, slots)
+        return q
 
 
 class _NoCache:
@@ -89,7 +90,7 @@ class _NoCache:
 
     v = k
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def write(self, heads: Tensor, rules: HeadRules, angles: Angles, slots: Tensor) -> Tensor:
         raise AssertionError("this layer has no cache of its own")
 
 

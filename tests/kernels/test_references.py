@@ -12,7 +12,6 @@ from torch import Tensor
 
 from peg.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from peg.kernels.attention import SliceLayout, paged_attention, plan_attention
-from peg.kernels.cache import write_kv
 from peg.kernels.embedding import embed
 from peg.kernels.linear import OneDnnLinear, PlainLinear, pack
 from peg.kernels.norm import add_rms_norm_, rms_norm, rms_norm_add_, rms_norm_fp32, rms_normalize
@@ -59,7 +58,7 @@ class Pool:
                 drawn(context, heads, dim, seed=row, dtype=dtype),
                 drawn(context, heads, dim, seed=-1 - row, dtype=dtype),
             )
-            write_kv(k, v, self.k_cache, self.v_cache, slots)
+            self.k_cache.flatten(0, 1)[slots], self.v_cache.flatten(0, 1)[slots] = k, v
             self.k.append(k)
             self.v.append(v)
 

@@ -6,7 +6,7 @@ lie apart, and what lies outside of them, or has not been written yet, is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from peg.kernels import activation, attention, cache, embedding, mailbox, norm, rope, sampling
+from peg.kernels import activation, attention, embedding, heads, mailbox, norm, rope, sampling
 from peg.kernels.gumbel import noise_key
 from peg.kernels.mailbox import DecodeColumns, Mailbox, RowState
 
-MODULES = (activation, attention, cache, embedding, mailbox, norm, rope, sampling)
+MODULES = (activation, attention, embedding, heads, mailbox, norm, sampling)
 NAN = float("nan")
 
 
@@ -74,12 +74,11 @@ class Case(Protocol):
 def norm_of_heads(site: Site) -> None:
     x = site.random(0, 5, 9, 24)
     weight, weight_fp32 = site.random(1, 24), site.random(2, 24).float()
-    heads = site.put(x.flatten(1)).unflatten(1, (9, 24))[:, 2:]
+    there = site.put(x.flatten(1)).unflatten(1, (9, 24))[:, 2:]
     with site.kernels():
         outs = (
-            norm.rms_norm(heads, weight.to(site.device), 1e-5),
-            norm.rms_norm_fp32(heads, weight_fp32.to(site.device), 1e-5),
-            norm.rms_normalize(heads, 1e-5),
+            norm.rms_norm(there, weight.to(site.device), 1e-5),
+            norm.rms_norm_fp32(there, weight_fp32.to(site.device), 1e-5),
         )
     x = x[:, 2:]
     rounded_twice = norm.rms_norm(x, weight, 1e-5)
@@ -87,7 +86,6 @@ def norm_of_heads(site: Site) -> None:
     if site.dtype != torch.float32:  # rounding once instead would change every fourth element
         assert (outs[0].cpu() == rounded_twice).float().mean() > 0.95
     site.check(outs[1], norm.rms_norm_fp32(x, weight_fp32, 1e-5))
-    site.check(outs[2], norm.rms_normalize(x, 1e-5))
 
 
 def norm_with_residual(site: Site) -> None:
@@ -124,25 +122,48 @@ def embedding_of_one_shard(site: Site) -> None:
     assert torch.equal(out.cpu(), embedding.embed(ids, weight, 50))
 
 
-def rotary_embedding(site: Site) -> None:
-    x, positions = site.random(0, 5, 9, 24), torch.tensor([0, 1, 5, 9000, 7])
-    cos, sin = rope.rope_angles(positions, rope.default_frequencies(24, 1e4), site.dtype)
-    heads = site.put(x.flatten(1)).unflatten(1, (9, 24))[:, :7]
-    with site.kernels():
-        out = rope.apply_rope(heads, cos.to(site.device), sin.to(site.device))
-    site.check(out, rope.apply_rope(x[:, :7], cos, sin), absolute=4 * torch.finfo(site.dtype).eps)
+@dataclass(frozen=True)
+class Heads:
+    """Q's and KV's heads of five tokens, V's too if `parts` is 3; without KV, Q alone. Slots are out of order."""
 
+    queries: int
+    kv_heads: int
+    dim: int
+    norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    weights: torch.dtype | None = None
+    parts: int = 3
+    norm_values: bool = False
 
-def writes_into_the_cache(site: Site) -> None:
-    kv, slots = site.random(0, 5, 6, 24), torch.tensor([17, 63, 1, 5, 33])
-    k_cache, v_cache = (torch.full((4, 16, 3, 24), 7.0, dtype=site.dtype) for _ in "kv")
-    k_there, v_there = (pool.to(site.device, copy=True) for pool in (k_cache, v_cache))
-    there = site.put(kv.flatten(1)).unflatten(1, (6, 24))
-    with site.kernels():
-        cache.write_kv(there[:, :3], there[:, 3:], k_there, v_there, slots.to(site.device))
-    cache.write_kv(kv[:, :3], kv[:, 3:], k_cache, v_cache, slots)
-    assert torch.equal(k_there.cpu(), k_cache)
-    assert torch.equal(v_there.cpu(), v_cache)
+    def __call__(self, site: Site) -> None:
+        x = 3 * site.random(0, 5, self.queries + (self.parts - 1) * self.kv_heads, self.dim)
+        x[2, :, ::2] *= 0.01
+        frequencies = rope.default_frequencies(self.dim, 1e4)
+        angles = rope.rope_angles(torch.tensor([0, 1, 5, 9000, 7]), frequencies, site.dtype)
+        for each, low, high in zip(angles, (0.5, -0.5), (0.5, 0.5), strict=True):
+            each[0] = torch.tensor([low, high]).repeat_interleave(self.dim // 2)  # exact: the reference rounds x · cos
+        there = site.put(x.flatten(1)).unflatten(1, x.shape[1:])
+        expected = self.run(x, angles, site.dtype, torch.device("cpu"))
+        with site.kernels():
+            results = self.run(there, angles, site.dtype, site.device)
+        for result, wanted in zip(results, expected, strict=True):
+            site.check(result, wanted, roundings=3, absolute=16 * torch.finfo(site.dtype).eps)
+            if site.dtype != torch.float32:  # rounding elsewhere would change more of the first token
+                assert (result[0].cpu() == wanted[0]).float().mean() > 0.95
+
+    def run(self, x: Tensor, angles: heads.Angles, dtype: torch.dtype, place: torch.device) -> tuple[Tensor, ...]:
+        """Q, and both pools, which have sevens where nothing was stored."""
+        weights: list[Tensor | None] = [None, None]
+        if self.norm is not None:
+            dice = torch.Generator().manual_seed(1)
+            weights = [torch.randn(self.dim, generator=dice).to(self.weights or dtype).to(place) for _ in "qk"]
+        k_norm = weights[1] if self.kv_heads else None
+        rules = heads.HeadRules(self.queries, self.norm, weights[0], k_norm, 1e-2, self.norm_values)
+        cos, sin = (each.to(place) for each in angles)
+        if not self.kv_heads:
+            return (heads.turn_queries(x, rules, (cos, sin)),)
+        k, v = (torch.full((4, 16, self.kv_heads, self.dim), 7.0, dtype=dtype, device=place) for _ in "kv")
+        q = heads.store_heads(x, rules, (cos, sin), k, v, torch.tensor([0, 63, 1, 5, 33], device=place))
+        return q, k.flatten(0, 1), v.flatten(0, 1)
 
 
 def turns_of_a_mailbox(site: Site) -> None:
@@ -261,14 +282,19 @@ CASES: Mapping[str, Case] = {
     "norm, then add": norm_then_add,
     "gated activations": gated_activations,
     "embedding of one shard": embedding_of_one_shard,
-    "rotary embedding": rotary_embedding,
-    "writes into the cache": writes_into_the_cache,
+    "heads": Heads(7, 1, 24),
+    "heads, many": Heads(33, 11, 64),
+    "heads, weight behind a rounding": Heads(9, 3, 24, norm.rms_norm),
+    "heads, weight in fp32": Heads(4, 2, 136, norm.rms_norm_fp32, torch.float32),
+    "heads, K is V too": Heads(6, 2, 48, norm.rms_norm_fp32, parts=2, norm_values=True),
+    "heads, values normalised": Heads(2, 1, 600, norm.rms_norm_fp32, norm_values=True),
+    "heads, queries alone": Heads(5, 0, 24, norm.rms_norm_fp32),
     "turns of a mailbox": turns_of_a_mailbox,
     "choice of tokens": choice_of_tokens,
     "decode": Attend(9, 3, 16, (1, 1, 1), (1, 17, 70)),
     "decode, split": Attend(6, 2, 64, (1, 1, 1), (1, 300, 700)),
     "decode, split, window": Attend(6, 2, 64, (1, 1, 1), (300, 150, 700), window=200),
-    "decode, splits beside dead ones": Attend(3, 1, 300, (1, 1), (700, 20)),
+    "decode, splits beside dead ones": Attend(6, 1, 300, (1, 1), (990, 20)),
     "decode, splits beside dead ones, window": Attend(2, 2, 136, (1, 1, 1), (300, 200, 1), window=171),
     "decode, window": Attend(8, 1, 32, (1, 1, 1), (1, 17, 70), window=5),
     "prefill": Attend(6, 2, 16, (17, 5, 33), (17, 9, 70)),

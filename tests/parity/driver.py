@@ -17,7 +17,7 @@ from peg.checkpoint.directory import open_model_directory
 from peg.checkpoint.reader import ShardReader
 from peg.checkpoint.source import Placement
 from peg.checkpoint.weights import open_weights
-from peg.kernels.cache import write_kv
+from peg.kernels.heads import Angles, HeadRules, store_heads
 from peg.models.comm import Communicator
 from peg.models.family import Model
 from peg.models.inputs import GroupInputs, StepInputs
@@ -36,8 +36,8 @@ class PoisonedCache:
     k: Tensor
     v: Tensor
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        write_kv(k, v, self.k, self.v, slots)
+    def write(self, heads: Tensor, rules: HeadRules, angles: Angles, slots: Tensor) -> Tensor:
+        return store_heads(heads, rules, angles, self.k, self.v, slots)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peg.errors import CheckpointError, ConfigError, InvalidRequest, RankError
 from peg.failure import CauseKind, Fault, FaultKind, FaultPoint
+from peg.kernels.heads import Angles, HeadRules, turn_queries
 from peg.models.inputs import LayerCache
 from peg.plan import (
     SamplingParams,
@@ -237,10 +238,11 @@ class SkipsOneWrite:
         self.k, self.v = cache.k, cache.v
         self._skipped = False
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def write(self, heads: Tensor, rules: HeadRules, angles: Angles, slots: Tensor) -> Tensor:
         if self._skipped:
-            self._cache.write(k, v, slots)
+            return self._cache.write(heads, rules, angles, slots)
         self._skipped = True
+        return turn_queries(heads, rules, angles)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from peg.errors import ConfigError, RankDiverged
 from peg.failure import CauseKind
+from peg.kernels.heads import HeadRules
 from peg.plan import (
     Full,
     GroupCapacity,
@@ -123,13 +125,19 @@ def test_a_slice_must_begin_where_its_row_ends() -> None:
 # --- pools and digests --------------------------------------------------------------------------------------
 
 
+def store(cache: PagedCache, slots: torch.Tensor, number: float = 0.0) -> torch.Tensor:
+    """What a layer does: its one head of Q is −number, that of K number, that of V ten times as much; none turns."""
+    heads = torch.tensor([-1.0, 1.0, 10.0])[:, None].expand(len(slots), 3, 2) * number
+    return cache.write(heads, HeadRules(1), (torch.ones(len(slots), 1, 2), torch.zeros(len(slots), 1, 2)), slots)
+
+
 def write(caches: list[PagedCache], digest: WriteDigest, slots: list[int], skip: int | None = None) -> None:
     """What a rank does in a step: every layer stores at the same slots."""
     handed = torch.tensor(slots)
     digest.begin([(handed, handed.numpy())])
     for layer, cache in enumerate(caches):
         if layer != skip:
-            cache.write(torch.full((len(slots), 1, 2), layer + 1.0), torch.zeros(len(slots), 1, 2), handed)
+            assert store(cache, handed, layer + 1).tolist() == [[[-layer - 1] * 2]] * len(slots)
 
 
 def pools() -> tuple[list[PagedCache], WriteDigest]:
@@ -148,6 +156,7 @@ def test_a_write_lands_in_its_slots() -> None:
         assert cache.k.shape == (5, BLOCK, 1, 2)
         assert cache.k[1, 0].tolist() == cache.k[2, 1].tolist() == [[layer + 1.0] * 2]
         assert cache.k.count_nonzero() == 4
+        assert torch.equal(cache.v, 10 * cache.k)
 
 
 def test_digests_differ_wherever_the_work_differs() -> None:
@@ -183,7 +192,7 @@ def test_a_digest_tells_layers_apart() -> None:
         slots = torch.tensor([4, 5])
         digest.begin([(slots, slots.numpy())])
         for layer in layers:
-            caches[layer].write(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2), slots)
+            store(caches[layer], slots)
         digests.append(digest.value)
     assert len(set(digests)) == 3
 
@@ -191,20 +200,22 @@ def test_a_digest_tells_layers_apart() -> None:
 def test_only_the_slots_of_the_step_can_be_written() -> None:
     """Slots that the step did not bring, or that an earlier one did, are a bug, whatever numbers they hold."""
     caches, digest = pools()
-    handed, numbers = torch.tensor([4]), torch.zeros(1, 1, 2)
+    handed = torch.tensor([4])
     with pytest.raises(AssertionError, match="not the step's"):
-        caches[0].write(numbers, numbers, handed)
+        store(caches[0], handed)
     digest.begin([(handed, handed.numpy())])
-    caches[0].write(numbers, numbers, handed)
+    store(caches[0], handed)
     digest.advanced([0], [1])
     with pytest.raises(AssertionError, match="not the step's"):
-        caches[0].write(numbers, numbers, handed)
+        store(caches[0], handed)
 
 
 def test_a_layer_without_a_cache_cannot_be_used() -> None:
     """A layer that reads another's K and V has a place in the list, and touching it is a bug."""
     caches = make_caches([GroupCapacity(Full((0,), 1, 2), 5)], 2, BLOCK, torch.float32, CPU, WriteDigest())
-    for use in (lambda: caches[1].k, lambda: caches[1].v, lambda: caches[1].write(*[torch.zeros(1)] * 3)):
+    angles = (torch.ones(1, 1, 2), torch.zeros(1, 1, 2))
+    write = partial(caches[1].write, torch.zeros(1, 3, 2), HeadRules(1), angles, torch.tensor([4]))
+    for use in (lambda: caches[1].k, lambda: caches[1].v, write):
         with pytest.raises(AssertionError, match="no cache of its own"):
             use()
 
