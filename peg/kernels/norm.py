@@ -53,6 +53,24 @@ def rms_norm_add_(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> No
         _norm_add(x, residual, weight, eps)
 
 
+def rms_norm_add_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor, eps: float, scale: Tensor | None = None
+) -> Tensor:
+    """`rms_norm_add_`, then `rms_norm_fp32` of the residual with `next_weight` (Gemma, up to the next block).
+
+    With `scale` [1], of x's dtype, the residual is multiplied by it in between, and rounded once more (Gemma 4).
+    x and residual [T, D]. Returns x's shape and dtype.
+    """
+    if not on_cpu("rms_norm_add_rms_norm_", x):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _norm_add(x, residual, weight, eps, scale, next_weight, out)
+        return out
+    rms_norm_add_(x, residual, weight, eps)
+    if scale is not None:
+        residual.mul_(scale)
+    return rms_norm_fp32(residual, next_weight, eps)
+
+
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """Give x · rsqrt(mean(x²) + eps) in fp32, rounded to x's dtype; no weight (Gemma 4's values). x [..., D].
 
@@ -115,15 +133,24 @@ def _add_norm_kernel(
 
 
 @triton.jit
-def _norm_add_kernel(p_x, p_residual, p_weight, eps, stride_x, stride_residual, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _norm_add_kernel(
+    p_x, p_residual, p_weight, p_scale, p_next_weight, p_out, eps, stride_x, stride_residual,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     i_t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     inside = (o_d < D)[None, :]
     o_residual = i_t * stride_residual + o_d[None, :]
+    dtype = p_residual.dtype.element_ty
     b_x = tl.load(p_x + i_t * stride_x + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
-    b_y = _normalized(b_x, p_weight, o_d, eps, D, 1, p_residual.dtype.element_ty).to(tl.float32)
-    b_sum = tl.load(p_residual + o_residual, mask=inside, other=0.0).to(tl.float32) + b_y
-    tl.store(p_residual + o_residual, b_sum.to(p_residual.dtype.element_ty), mask=inside)
+    b_y = _normalized(b_x, p_weight, o_d, eps, D, 1, dtype).to(tl.float32)
+    b_sum = (tl.load(p_residual + o_residual, mask=inside, other=0.0).to(tl.float32) + b_y).to(dtype)
+    if p_scale is not None:
+        b_sum = (b_sum.to(tl.float32) * tl.load(p_scale).to(tl.float32)).to(dtype)
+    tl.store(p_residual + o_residual, b_sum, mask=inside)
+    if p_out is not None:
+        b_next = _normalized(b_sum.to(tl.float32), p_next_weight, o_d, eps, D, 1, dtype)
+        tl.store(p_out + i_t * D + o_d[None, :], b_next, mask=inside)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, how: int) -> Tensor:
@@ -150,11 +177,22 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor
     return out
 
 
-def _norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+def _norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
     assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
     T, D = x.shape
     block = triton.next_power_of_2(D)
-    _norm_add_kernel[(T,)](x, residual, weight, eps, x.stride(0), residual.stride(0), D, block, num_warps=_warps(block))
+    _norm_add_kernel[(T,)](
+        x, residual, weight, scale, next_weight, out, eps, x.stride(0), residual.stride(0),
+        D, block, num_warps=_warps(block),
+    )  # fmt: skip
 
 
 def _warps(block: int) -> int:

@@ -22,7 +22,7 @@ from peg.kernels.attention import paged_attention
 from peg.kernels.embedding import embed
 from peg.kernels.heads import HeadRules
 from peg.kernels.linear import Linear
-from peg.kernels.norm import rms_norm_add_, rms_norm_fp32
+from peg.kernels.norm import rms_norm_add_rms_norm_, rms_norm_fp32
 from peg.models.comm import Communicator
 from peg.models.heads import HeadShare, share_heads
 from peg.models.inputs import LayerCache, StepInputs
@@ -69,15 +69,17 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """One layer's weights. `next_norm` stands in front of the next layer, or at the end of the model."""
+
     group: int
     qkv: Linear
     rules: HeadRules
     o: Linear
     mlp: Mlp
-    input_norm: Tensor
     attention_norm: Tensor
     mlp_input_norm: Tensor
     mlp_norm: Tensor
+    next_norm: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class Gemma3:
     embedding_scale: float
     first_id: int
     groups: tuple[_Group, ...]
+    first_norm: Tensor
     layers: tuple[_Layer, ...]
-    final_norm: Tensor
     head: Head
 
     @staticmethod
@@ -203,8 +205,8 @@ class Gemma3:
             embedding_scale=float(torch.tensor(config.hidden_size**0.5).to(source.dtype)),
             first_id=source.rank * shard_size(config.vocab_size, source.world_size),
             groups=groups,
+            first_norm=_norm(source, "model.layers.0.input_layernorm"),
             layers=tuple(_load_layer(config, source, heads, layer) for layer in range(config.num_layers)),
-            final_norm=_norm(source, "model.norm"),
             head=Head.load(source, embedding if config.tied else None, config.vocab_size),
         )
 
@@ -218,16 +220,15 @@ class Gemma3:
             begin_attention(inputs, index, caches[group.first_layer], group.frequencies, group.window)
             for index, group in enumerate(self.groups)
         ]
+        hidden = rms_norm_fp32(residual, self.first_norm, eps)
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = rms_norm_fp32(residual, layer.input_norm, eps)
             hidden = self._attend(layer, hidden, cache, steps[layer.group])
             comm.all_reduce_(hidden)  # before the norm: the norm of a sum is not the sum of norms
-            rms_norm_add_(hidden, residual, layer.attention_norm, eps)
-            hidden = rms_norm_fp32(residual, layer.mlp_input_norm, eps)
+            hidden = rms_norm_add_rms_norm_(hidden, residual, layer.attention_norm, layer.mlp_input_norm, eps)
             hidden = layer.mlp.down(gelu_tanh_and_mul(layer.mlp.gate_up(hidden)))
             comm.all_reduce_(hidden)
-            rms_norm_add_(hidden, residual, layer.mlp_norm, eps)
-        return rms_norm_fp32(residual, self.final_norm, eps)
+            hidden = rms_norm_add_rms_norm_(hidden, residual, layer.mlp_norm, layer.next_norm, eps)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model`."""
@@ -279,6 +280,7 @@ def _norm(source: TensorSource, name: str) -> Tensor:
 
 def _load_layer(config: Gemma3Config, source: TensorSource, heads: HeadShare, layer: int) -> _Layer:
     name = f"model.layers.{layer}"
+    last = layer == config.num_layers - 1
     return _Layer(
         group=config.kinds.index(config.layer_types[layer]),
         qkv=load_qkv(source, f"{name}.self_attn", heads, config.head_dim),
@@ -291,8 +293,8 @@ def _load_layer(config: Gemma3Config, source: TensorSource, heads: HeadShare, la
         ),
         o=load_o(source, f"{name}.self_attn", heads, config.head_dim),
         mlp=Mlp.load(source, f"{name}.mlp"),
-        input_norm=_norm(source, f"{name}.input_layernorm"),
         attention_norm=_norm(source, f"{name}.post_attention_layernorm"),
         mlp_input_norm=_norm(source, f"{name}.pre_feedforward_layernorm"),
         mlp_norm=_norm(source, f"{name}.post_feedforward_layernorm"),
+        next_norm=_norm(source, "model.norm" if last else f"model.layers.{layer + 1}.input_layernorm"),
     )

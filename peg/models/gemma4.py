@@ -21,7 +21,7 @@ from peg.kernels.attention import paged_attention
 from peg.kernels.embedding import embed
 from peg.kernels.heads import HeadRules, turn_queries
 from peg.kernels.linear import Linear, pack
-from peg.kernels.norm import rms_norm_add_, rms_norm_fp32
+from peg.kernels.norm import rms_norm_add_, rms_norm_add_rms_norm_, rms_norm_fp32
 from peg.kernels.rope import proportional_frequencies
 from peg.models.comm import Communicator
 from peg.models.gemma4_config import AttentionKind, Gemma4Config, parse_gemma4, projections, tensor_shapes
@@ -55,7 +55,10 @@ class _PerLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights. `owner` is the layer whose cache it uses: its own, or one that it shares and only reads."""
+    """One layer's weights. `next_norm` stands in front of the next layer, or at the end of the model.
+
+    `owner` is the layer whose cache it uses: its own, or one that it shares and only reads.
+    """
 
     group: int
     owner: int
@@ -63,12 +66,12 @@ class _Layer:
     rules: HeadRules
     o: Linear
     mlp: Mlp
-    input_norm: Tensor
     attention_norm: Tensor
     mlp_input_norm: Tensor
     mlp_norm: Tensor
     per_layer: _PerLayer | None
     scalar: Tensor
+    next_norm: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,8 @@ class Gemma4:
     first_id: int
     per_layer: _PerLayerEmbedding | None
     groups: tuple[_Group, ...]
+    first_norm: Tensor
     layers: tuple[_Layer, ...]
-    final_norm: Tensor
     head: Head
 
     @staticmethod
@@ -141,8 +144,8 @@ class Gemma4:
             first_id=source.rank * shard_size(config.vocab_size, source.world_size),
             per_layer=_load_per_layer_embedding(config, source) if config.per_layer_size else None,
             groups=groups,
+            first_norm=source.whole("model.layers.0.input_layernorm.weight"),
             layers=tuple(_load_layer(config, source, groups, layer) for layer in range(config.num_layers)),
-            final_norm=source.whole("model.norm.weight"),
             head=Head.load(source, embedding if config.tied else None, config.vocab_size, config.softcap),
         )
 
@@ -157,20 +160,20 @@ class Gemma4:
             begin_attention(inputs, index, caches[group.first_layer], group.frequencies, group.kind.window)
             for index, group in enumerate(self.groups)
         ]
+        hidden = rms_norm_fp32(residual, self.first_norm, eps)
         for index, layer in enumerate(self.layers):
-            hidden = rms_norm_fp32(residual, layer.input_norm, eps)
             hidden = self._attend(layer, hidden, caches[layer.owner], steps[layer.group])
             comm.all_reduce_(hidden)  # before the norm: the norm of a sum is not the sum of norms
-            rms_norm_add_(hidden, residual, layer.attention_norm, eps)
-            hidden = rms_norm_fp32(residual, layer.mlp_input_norm, eps)
+            hidden = rms_norm_add_rms_norm_(hidden, residual, layer.attention_norm, layer.mlp_input_norm, eps)
             hidden = layer.mlp.down(gelu_tanh_and_mul(layer.mlp.gate_up(hidden)))
             comm.all_reduce_(hidden)
-            rms_norm_add_(hidden, residual, layer.mlp_norm, eps)
+            norm = layer.mlp_norm
             if layer.per_layer is not None:
+                rms_norm_add_(hidden, residual, norm, eps)
                 gated = gelu_tanh_and_mul(torch.cat((layer.per_layer.gate(residual), added[:, index]), -1))
-                rms_norm_add_(layer.per_layer.projection(gated), residual, layer.per_layer.norm, eps)
-            residual.mul_(layer.scalar)
-        return rms_norm_fp32(residual, self.final_norm, eps)
+                hidden, norm = layer.per_layer.projection(gated), layer.per_layer.norm
+            hidden = rms_norm_add_rms_norm_(hidden, residual, norm, layer.next_norm, eps, layer.scalar)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model`."""
@@ -236,6 +239,7 @@ def _load_layer(config: Gemma4Config, source: TensorSource, groups: Sequence[_Gr
     name = f"model.layers.{layer}"
     index = list(config.groups).index(config.layer_types[layer])
     heads, head_dim = groups[index].heads, groups[index].kind.head_dim
+    last = layer == config.num_layers - 1
 
     def norm(which: str) -> Tensor:
         return source.whole(f"{name}.{which}.weight")
@@ -254,10 +258,10 @@ def _load_layer(config: Gemma4Config, source: TensorSource, groups: Sequence[_Gr
         ),
         o=load_o(source, f"{name}.self_attn", heads, head_dim),
         mlp=Mlp.load(source, f"{name}.mlp"),
-        input_norm=norm("input_layernorm"),
         attention_norm=norm("post_attention_layernorm"),
         mlp_input_norm=norm("pre_feedforward_layernorm"),
         mlp_norm=norm("post_feedforward_layernorm"),
         per_layer=_load_per_layer(source, name) if config.per_layer_size else None,
         scalar=source.whole(f"{name}.layer_scalar"),
+        next_norm=source.whole("model.norm.weight" if last else f"model.layers.{layer + 1}.input_layernorm.weight"),
     )

@@ -14,7 +14,14 @@ from peg.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from peg.kernels.attention import SliceLayout, paged_attention, plan_attention
 from peg.kernels.embedding import embed
 from peg.kernels.linear import OneDnnLinear, PlainLinear, pack
-from peg.kernels.norm import add_rms_norm_, rms_norm, rms_norm_add_, rms_norm_fp32, rms_normalize
+from peg.kernels.norm import (
+    add_rms_norm_,
+    rms_norm,
+    rms_norm_add_,
+    rms_norm_add_rms_norm_,
+    rms_norm_fp32,
+    rms_normalize,
+)
 from peg.kernels.rope import apply_rope, default_frequencies, proportional_frequencies, rope_angles
 
 NAN = float("nan")
@@ -154,6 +161,10 @@ def test_fused_norms_keep_the_residual() -> None:
     assert torch.equal(kept, total)
     rms_norm_add_(x, added, weight, 1e-5)
     assert torch.equal(added, residual + rms_norm_fp32(x, weight, 1e-5))
+    scaled, scale, next_weight = residual.clone(), torch.tensor([0.3]).bfloat16(), weight.float() + 1
+    normed = rms_norm_add_rms_norm_(x, scaled, weight, next_weight, 1e-5, scale)
+    assert torch.equal(scaled, added * scale)
+    assert torch.equal(normed, rms_norm_fp32(scaled, next_weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import peg.ranks.group
 import peg.ranks.runner
-from peg.kernels.norm import rms_norm_add_, rms_norm_fp32
+from peg.kernels.norm import rms_norm_add_rms_norm_, rms_norm_fp32
 from peg.models.heads import HeadShare, share_heads
 from peg.plan import StepPlan
 from peg.ranks.inputs import HostInputs, lay_out
@@ -76,7 +76,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, number: int = 1, kind: type[GroupComm
 
 
 def reduce_late(monkeypatch: pytest.MonkeyPatch, model: ModuleType) -> None:
-    """Move every reduction of a Gemma's layers behind the norm that follows it."""
+    """Move every reduction of Gemma 3's layers behind the norm that follows it."""
     step = threading.local()
     reduced = ThreadComm.all_reduce_
 
@@ -85,18 +85,18 @@ def reduce_late(monkeypatch: pytest.MonkeyPatch, model: ModuleType) -> None:
         step.pending = None if step.number == 1 else (comm, tensor)
         return step.pending is None
 
-    def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    def norm(x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor, eps: float) -> Tensor:
         pending, step.pending = getattr(step, "pending", None), None
         if pending is None or pending[1] is not x:
-            rms_norm_add_(x, residual, weight, eps)
-            return
+            return rms_norm_add_rms_norm_(x, residual, weight, next_weight, eps)
         normed = rms_norm_fp32(x, weight, eps)
         reduced(pending[0], normed)
         residual.add_(normed)
+        return rms_norm_fp32(residual, next_weight, eps)
 
     _watch_steps(monkeypatch, step, always)
     _reduce_only(monkeypatch, step, reduce)
-    monkeypatch.setattr(model, "rms_norm_add_", norm)
+    monkeypatch.setattr(model, "rms_norm_add_rms_norm_", norm)
 
 
 def shift_heads(monkeypatch: pytest.MonkeyPatch, model: ModuleType) -> None:

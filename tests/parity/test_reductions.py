@@ -81,10 +81,13 @@ def test_the_reduction_comes_before_the_norm(
         if number == 0:
             comm.all_reduce_(tensor)
 
-    def norm_then_reduce(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    def norm_then_reduce(
+        x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor, eps: float, scale: Tensor | None = None
+    ) -> Tensor:
         normed = rms_norm_fp32(x, weight, eps)
         here.comm.all_reduce_(normed)
-        residual.add_(normed)
+        residual.add_(normed).mul_(1 if scale is None else scale)
+        return rms_norm_fp32(residual, next_weight, eps)
 
-    monkeypatch.setattr(module, "rms_norm_add_", norm_then_reduce)
+    monkeypatch.setattr(module, "rms_norm_add_rms_norm_", norm_then_reduce)
     assert worst(make_checkpoint(variant, tmp_path), put_off) >= WRONG
