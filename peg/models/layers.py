@@ -56,7 +56,8 @@ class Head:
         logits = self.product(hidden).float()
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        logits[:, self.known :] = float("-inf")
+        if self.known < logits.shape[1]:
+            logits[:, self.known :] = float("-inf")
         return logits
 
 
