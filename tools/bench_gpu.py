@@ -222,6 +222,14 @@ async def measure(
     return found
 
 
+def _commit() -> str:
+    """What is measured, or nothing where this is no checkout."""
+    if not (ROOT / ".git").exists():
+        return ""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _numbers(_context: object, _param: object, value: str) -> list[int]:
     return [int(part) for part in value.split(",")]
 
@@ -238,11 +246,8 @@ def main(
 ) -> None:
     sys.setswitchinterval(1e-4)
     found = asyncio.run(measure(geometry, seqs, prefill, long, profile))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     found |= {
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "gpu": torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "triton")},
