@@ -197,7 +197,7 @@ def test_rules_do_not_hide_broken_logits(bad: float) -> None:
 # --- the whole way: a group of ranks ------------------------------------------------------------------------
 
 RULED = (
-    replace(GREEDY, repetition_penalty=1.8),
+    replace(GREEDY, repetition_penalty=5.0),
     replace(GREEDY, presence_penalty=0.9, frequency_penalty=0.4),
     replace(GREEDY, logit_bias=((7, 3.0), (11, -100.0)), bad_words=((7, 7, 7), (30, 31), (4,))),
     SamplingParams(temperature=0.9, seed=5, frequency_penalty=1.0, allowed_token_ids=frozenset(range(3, 40, 3))),
