@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peg.plan import NewRow, SamplingParams, Slice, StepPlan
 
-_DRAWS = (
-    SamplingParams(temperature=0, logprobs=1),
-    SamplingParams(temperature=1),
-    SamplingParams(temperature=1, top_k=2, top_p=0.5, min_p=0.1),
-    SamplingParams(
-        temperature=0,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        repetition_penalty=1.1,
-        logit_bias=((0, 1.0),),
-        min_tokens=1 << 30,
-        allowed_token_ids=frozenset(range(64)),
-        bad_words=((1,), (0, 0)),
-    ),
-)
-_MASK = b"\xff" * 8  # under which those are drawn too that have the fewest tokens
-_EVERYTHING = SamplingParams(
-    temperature=1,
-    top_k=2,
-    top_p=0.5,
-    min_p=0.1,
+_RULED = SamplingParams(
+    temperature=0,
     presence_penalty=0.1,
     frequency_penalty=0.1,
     repetition_penalty=1.1,
@@ -35,8 +16,11 @@ _EVERYTHING = SamplingParams(
     min_tokens=1 << 30,
     allowed_token_ids=frozenset(range(64)),
     bad_words=((1,), (0, 0)),
-    logprobs=20,
 )
+_FILTERED = SamplingParams(temperature=1, top_k=2, top_p=0.5, min_p=0.1)
+_DRAWS = (SamplingParams(temperature=0, logprobs=1), SamplingParams(temperature=1), _FILTERED, _RULED)
+_EVERYTHING = replace(_RULED, temperature=1, top_k=2, top_p=0.5, min_p=0.1, logprobs=20)
+_MASK = b"\xff" * 8  # under which those are drawn too that have the fewest tokens
 
 
 @dataclass(slots=True)
